@@ -22,8 +22,7 @@ import tyro
 
 from jobs.engine.command_line import refusals_on_one_line, run_job
 from jobs.scoring.command import ending_in_one_line
-from jobs.scoring.temperatures.pairs.config import PredictPairTemperaturesConfig
-from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
+from jobs.scoring.temperatures.config import PredictPairTemperaturesConfig, PredictTemperaturesConfig
 
 Config = TypeVar("Config")
 
@@ -35,8 +34,10 @@ def main(arguments: Sequence[str]) -> int:
     if any(argument.split("=")[0] == "--images" for argument in arguments):
         return _predict_pairs(arguments)
     config = _parse(PredictTemperaturesConfig, arguments)
-    from jobs.scoring.temperatures.texts.page import check_page, first_documents, write_page
-    from jobs.scoring.temperatures.texts.settings import claim_output, resolve_settings
+    from jobs.scoring.temperatures.pages import check_page, write_page
+    from jobs.scoring.temperatures.text_job import first_documents
+    from jobs.scoring.temperatures.texts import resolve_settings
+    from jobs.scoring.units import UnitStore
     from pipelines.storage import resolve
 
     html = config.html or ("" if config.output else DEFAULT_PAGE)
@@ -46,8 +47,8 @@ def main(arguments: Sequence[str]) -> int:
             check_page(html)
         if config.output:
             output = config.output if "://" in config.output else resolve(config.output)[1]
-            claim_output(output, settings.record(archives))
-            from jobs.scoring.temperatures.texts.job import on_worker, predict_archives
+            UnitStore(output).claim(settings.record(archives))
+            from jobs.scoring.temperatures.text_job import on_worker, predict_archives
 
             summary = predict_archives(settings, archives, output, config.workers, max_bad_share=config.max_bad_share)
             _print_summary(summary, output)
@@ -61,10 +62,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _predict_pairs(arguments: Sequence[str]) -> int:
     config = _parse(PredictPairTemperaturesConfig, arguments)
-    from jobs.scoring.temperatures.pairs.job import predict_pairs
-    from jobs.scoring.temperatures.pairs.settings import resolve_settings
-    from jobs.scoring.temperatures.texts.page import check_page
-    from jobs.scoring.temperatures.texts.settings import claim_output
+    from jobs.scoring.temperatures.pages import check_page
+    from jobs.scoring.temperatures.pairs import predict_pairs, resolve_settings
+    from jobs.scoring.units import UnitStore
     from pipelines.images.archives import list_image_archives
     from pipelines.images.labels import read_numbers
     from pipelines.storage import resolve
@@ -76,10 +76,10 @@ def _predict_pairs(arguments: Sequence[str]) -> int:
             check_page(config.html)
         if config.label:  # One sample with it is enough to begin; reading all of them may take minutes.
             next(read_numbers(settings.images.source, list_image_archives(settings.images.source), config.label))
-        claim_output(output, settings.record())
+        UnitStore(output).claim(settings.record())
         _print_pair_summary(predict_pairs(settings, output, config.workers), output)
         if config.html:
-            from jobs.scoring.temperatures.pairs.page import write_pair_page
+            from jobs.scoring.temperatures.pages import write_pair_page
 
             correlations = write_pair_page(config.html, config.images, output, settings, config.label)
             for name, (r, half) in correlations.items():

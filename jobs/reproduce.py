@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     # Imported only now, so that an error in the arguments is reported without waiting for Ray to load.
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-    from jobs.scoring.stages import ScoringFailedError
+    from jobs.scoring.units import ScoringFailedError
     from jobs.studies.reproduction.launch import check_reproduction, run_reproduction
     from jobs.studies.reproduction.plan import make_reproduction
     from jobs.studies.trials.command import run_command

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipelines.ranges import range_reader
-from pipelines.storage import compute_digest, resolve, write_bytes
+from pipelines.storage import compute_digest, resolve
 
 FILE_BYTES = 64 << 20
 """Number of bytes of a file, and of what is held while a file is made."""
@@ -114,8 +114,8 @@ class FeatureFiles:
         """Return the name of the file that holds a row of a shard."""
         return f"{self.name}-{shard:06d}-{row // self.rows_per_file:06d}.arrow"
 
-    def write(self, part: FeaturePart, arrays: Mapping[str, np.ndarray]) -> int:
-        """Write the rows of a part, atomically, and return the size of the file in bytes.
+    def encode(self, part: FeaturePart, arrays: Mapping[str, np.ndarray]) -> bytes:
+        """Return the content of the file with the rows of a part.
 
         Args:
             part: the part.
@@ -126,9 +126,7 @@ class FeatureFiles:
         sink = pa.BufferOutputStream()
         with pa.ipc.new_file(sink, batch.schema) as writer:
             writer.write_batch(batch)
-        content = sink.getvalue()
-        write_bytes(f"{self.directory}/{part.file}", content)
-        return int(content.size)
+        return bytes(sink.getvalue())
 
     def read(self, shards: np.ndarray, rows: np.ndarray, *, cache_bytes: int = 0) -> dict[str, np.ndarray]:
         """Return an array (n, *shape) for every column.

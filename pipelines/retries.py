@@ -1,8 +1,8 @@
 """Count the requests to object stores that were repeated because the store failed, and say so.
 
 Every process counts its own (`RETRIES`). The count of a reading task travels with its next batch (`pipelines.stream`),
-that of a preparing task with its result (`pipelines.prepare`), and that of a scoring job with what its stages hand
-on (`jobs/scoring/stages.py`), to the process that asked for it, which adds it to its own. So it arrives where a person
+that of a preparing task with its result (`pipelines.prepare`), and that of a scoring job with its rows
+(`jobs/scoring/units.py`), to the process that asked for it, which adds it to its own. So it arrives where a person
 can see it.
 """
 

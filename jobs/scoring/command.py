@@ -17,7 +17,7 @@ Config = TypeVar("Config", bound=EvaluationConfig)
 @contextmanager
 def ending_in_one_line() -> Iterator[None]:
     """End the job with a message of one line and status 2 if the block refuses something, and status 1 if units fail."""
-    from jobs.scoring.stages import ScoringFailedError
+    from jobs.scoring.units import ScoringFailedError
     from pipelines.problems import TooManyProblemsError
 
     try:
@@ -51,7 +51,7 @@ def run_evaluation(
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     from jobs.scoring.results import Results
-    from jobs.scoring.stages import ScoringFailedError
+    from jobs.scoring.units import ScoringFailedError
     from pipelines.problems import TooManyProblemsError
 
     disable_progress_bar()

@@ -1,4 +1,4 @@
-"""The results of an evaluation, models side by side: a Markdown table, JSON beside it, and runs in MLflow."""
+"""Publishing results as files and as runs in MLflow; those of an evaluation are a table with a column for every model."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import pyarrow.fs
 
 from jobs.engine.identity import flatten
 from jobs.engine.masking import masked
 from jobs.engine.tables import markdown_table
-from jobs.engine.tracking import TrackedRun, finish_run, open_run, resolve_uri, survive_outage
+from jobs.engine.tracking import TrackedRun, finish_run, open_run, survive_outage
 from jobs.scoring.config import EvaluationConfig
 from jobs.scoring.models import ModelSpec
-from jobs.scoring.stages import ScoringFailedError
+from jobs.scoring.units import ScoringFailedError
 from pipelines.storage import resolve
 
 
@@ -72,31 +74,91 @@ def percent_table(columns: Sequence[Column], titles: Mapping[str, str], *, hidde
     return markdown_table(rows)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultRun:
+    """What MLflow shows of results. Results that are published again update the same run."""
+
+    name: str
+    digest: str
+    """Hash of everything that decides the results; with their directory it identifies the run."""
+    parameters: Mapping[str, Any]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    status: Literal["FINISHED", "FAILED"] = "FINISHED"
+    note: str = ""
+    """Markdown text at the top of the run's page."""
+    data_sets: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
+    """Purpose → name, digest and source of a data set."""
+
+
 def publish(
+    directory: str,
+    write: Callable[[Path], None],
+    *,
+    uri: str,
+    experiment: str,
+    run: ResultRun,
+    children: Sequence[ResultRun] = (),
+) -> None:
+    """Write the files of results into a directory, and log them to MLflow, whose failure is only a warning.
+
+    Args:
+        directory: path or URI; files of the same names are replaced.
+        write: writes the files into a local directory.
+        uri: MLflow tracking URI; empty: nothing is logged.
+        experiment: name of the experiment.
+        run: the run that has the files.
+        children: runs below it, without files.
+    """
+
+    def start(of: ResultRun, tags: dict[str, str]) -> TrackedRun:
+        return open_run(
+            uri=uri,
+            experiment=experiment,
+            name=of.name,
+            directory=f"{directory}#{of.digest}",
+            parameters=of.parameters,
+            tags=tags,
+            data_sets=of.data_sets,
+        )
+
+    with tempfile.TemporaryDirectory(prefix="tempnet-results-") as name:
+        write(Path(name))
+        filesystem, path = resolve(directory)
+        filesystem.create_dir(path, recursive=True)
+        pyarrow.fs.copy_files(name, path, destination_filesystem=filesystem)
+        if not uri:
+            return
+        with survive_outage(f"the results in {directory}"):
+            parent = start(run, {})
+            for child in children:
+                tracked = start(child, {"mlflow.parentRunId": parent.run_id})
+                finish_run(tracked, status=child.status, artifacts=None, metrics=child.metrics)
+            finish_run(parent, status=run.status, artifacts=name, metrics=run.metrics, note=run.note)
+
+
+def publish_evaluation(
     config: EvaluationConfig,
     *,
+    uri: str,
     columns: Sequence[Column],
     render: Callable[[Sequence[Column]], str],
     identity: Sequence[str],
-    failed: Mapping[str, str] | None = None,
+    failed: Mapping[str, str],
 ) -> Results:
-    """Write `results.md` and `results.json` into the evaluation's directory, and log them to MLflow.
-
-    MLflow gets a parent run for the whole evaluation and a child run for every column. Publishing the same evaluation
-    again updates the same MLflow runs.
+    """Publish `results.md` and `results.json` of an evaluation, with a run in MLflow for every column.
 
     Args:
         config: the configuration of the evaluation; it is stored with the results.
+        uri: MLflow tracking URI; empty: nothing is logged.
         columns: the figures.
         render: makes the table of the columns.
-        identity: strings that together decide the figures, such as the keys of all units of work. MLflow runs are
-            recognised by their hash.
+        identity: strings that together decide the figures, such as the keys of all units of work.
         failed: title → reason for every unit that failed, so that figures are missing from the table.
 
     Raises:
         ScoringFailedError: if units failed; it holds the table.
     """
-    table, failed = render(columns), failed or {}
+    table = render(columns)
     results = {
         "configuration": dataclasses.asdict(config),
         "columns": [
@@ -109,46 +171,37 @@ def publish(
         ],
         "failed": dict(failed),
     }
-    text = "\n".join([table, *(f"\nFAILED: {title}: {reason}" for title, reason in failed.items())])
-    with tempfile.TemporaryDirectory() as name:
-        local = Path(name)
-        (local / "results.md").write_text(text + "\n", encoding="utf-8")
+    text = "\n".join([table, *(f"\nFAILED: {title}: {reason}" for title, reason in failed.items())]) + "\n"
+
+    def write(local: Path) -> None:
+        (local / "results.md").write_text(text, encoding="utf-8")
         (local / "results.json").write_text(json.dumps(masked(results), indent=1, ensure_ascii=False), encoding="utf-8")
-        filesystem, path = resolve(config.run.directory)
-        for file in local.iterdir():
-            with filesystem.open_output_stream(f"{path}/{file.name}") as stream:
-                stream.write(file.read_bytes())
-        with survive_outage("the evaluation"):
-            if uri := resolve_uri(config.tracking, config.run.resolved_storage):
-                _track(config, uri, columns, identity, local, "FAILED" if failed else "FINISHED")
+
+    def digest(*parts: str) -> str:
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=6).hexdigest()
+
+    publish(
+        config.run.directory,
+        write,
+        uri=uri,
+        experiment=config.tracking.experiment,
+        run=ResultRun(
+            name=config.name,
+            digest=digest(*identity),
+            parameters=flatten(config),
+            status="FAILED" if failed else "FINISHED",
+            note=text,
+        ),
+        children=[
+            ResultRun(
+                name=column.title,
+                digest=digest(*identity, column.title),
+                parameters=column.parameters,
+                metrics=column.metrics,
+            )
+            for column in columns
+        ],
+    )
     if failed:
         raise ScoringFailedError(failed, table)
     return Results(columns=columns, table=table)
-
-
-def _track(
-    config: EvaluationConfig,
-    uri: str,
-    columns: Sequence[Column],
-    identity: Sequence[str],
-    artifacts: Path,
-    status: str,
-) -> None:
-    def start(name: str, identity: Sequence[str], parameters: Mapping[str, Any], tags: dict[str, str]) -> TrackedRun:
-        digest = hashlib.blake2b(json.dumps(identity).encode(), digest_size=6).hexdigest()
-        return open_run(
-            uri=uri,
-            experiment=config.tracking.experiment,
-            name=name,
-            directory=f"{config.run.directory}#{digest}",
-            parameters=parameters,
-            tags=tags,
-            data_sets={},
-        )
-
-    parent = start(config.name, identity, flatten(config), {})
-    for column in columns:
-        child = start(column.title, [*identity, column.title], column.parameters, {"mlflow.parentRunId": parent.run_id})
-        finish_run(child, status="FINISHED", artifacts=None, metrics=column.metrics)
-    note = (artifacts / "results.md").read_text(encoding="utf-8")
-    finish_run(parent, status=status, artifacts=artifacts, metrics={}, note=note)

@@ -12,7 +12,8 @@ from image_archive_support import prepare
 
 from jobs.engine.config import OptimizerSection, RunSection
 from jobs.engine.worker_settings import WorkersSection
-from jobs.scoring.features.embeddings import Towers, read_unit, units_of, write_unit
+from jobs.scoring.features.embeddings import Towers, read_unit, units_of
+from jobs.scoring.units import UnitStore
 from jobs.tasks.dual_encoder.config import (
     ClipConfig,
     DualEncoderSection,
@@ -76,7 +77,7 @@ def store(config: ClipConfig, pairs: ImageManifest, split: str) -> PairEmbedding
     source = replace(pair_source(config, pairs), caption_noise=caption_noise(config, split))
     for unit in units_of(embeddings):
         for item in read_unit(source, unit):
-            assert write_unit(model(item)) > 0
+            UnitStore(embeddings.directory).write(model(item).files)
     embeddings.save(towers.digest)
     return embeddings
 

@@ -104,7 +104,7 @@ def test_comparing_decoders(
     shown, values = capsys.readouterr().out, json.loads((output / "results.json").read_text())
     settings = resolve_settings(Decoders(model=str(model), text=str(text), output=str(output), **sizes))[0]  # type: ignore[arg-type]
     worker = BenchWorker(settings)
-    expected = figures(run_bench(settings, lambda units: [worker(unit) for unit in units]), k=2)["decoders"]
+    expected = figures(run_bench(settings, lambda units: [worker.do(unit) for unit in units]), k=2)["decoders"]
     assert values["decoders"].keys() == expected.keys()
     for name, found in values["decoders"].items():
         assert found["text"]["gain"]["mean"] == pytest.approx(expected[name]["text"]["gain"]["mean"], abs=1e-4), name

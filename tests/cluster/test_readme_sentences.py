@@ -11,7 +11,7 @@ from readme_support import lines_like, run_line
 from support import LANGUAGE_MODEL_OPTIONS, outcome_of
 
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
-from jobs.scoring.sentence_encoders.launch import evaluate
+from jobs.scoring.sentence_encoders.evaluate import evaluate
 
 pytestmark = pytest.mark.cluster
 

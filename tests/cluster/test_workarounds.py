@@ -22,8 +22,6 @@ from jobs.engine import controller_start, trainer
 from jobs.engine.cleaner import OwnClusterCleaner
 from jobs.engine.console import Console
 from jobs.engine.launch import train
-from jobs.scoring.config import PoolSection
-from jobs.scoring.stages import Stages, run_stages
 from jobs.studies.sweeps.rounds import start_race
 from jobs.studies.sweeps.stopping import Halving
 from jobs.studies.trials.trial_start import calling_trials_that_live
@@ -125,19 +123,6 @@ def first_calls(cluster: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> dic
 def test_no_actor_is_called_before_it_lives(
     first_calls: dict[str, set[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def model() -> Callable[[int], int]:
-        time.sleep(0.5)
-        return abs
-
-    kept: list[int] = []
-    assert not run_stages(
-        Stages(model=model),
-        [-1, -2, -3],
-        PoolSection(num_workers=2, cpus_per_worker=0.5),
-        title=str,
-        keep=lambda unit, value, seconds: kept.append(value),
-    )
-    assert sorted(kept) == [1, 2, 3]
     race = start_race(Halving, 10, (0.1, 0.2))
     assert ray.get(race.goes_on.remote("trial", []))
 
@@ -149,7 +134,7 @@ def test_no_actor_is_called_before_it_lives(
         ray.get(speak.remote(console.mailbox))
         time.sleep(1.5)
     assert "a line of a worker" in capsys.readouterr().out
-    assert first_calls == {name: {"ALIVE"} for name in ("Worker", "Halving", "_Mailbox")}
+    assert first_calls == {name: {"ALIVE"} for name in ("Halving", "_Mailbox")}
 
     def run_trial(config: dict[str, int]) -> dict[str, int]:
         return {"square": config["x"] ** 2}

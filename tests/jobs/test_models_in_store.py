@@ -24,8 +24,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM
 
 from jobs.engine.fingerprints import model_digest
 from jobs.engine.identity import with_fields
-from jobs.scoring.dual_encoders.encoder import Encoder, caption_encoder
-from jobs.scoring.dual_encoders.units import DualEncoderSpec
+from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, Encoder, caption_encoder
 from jobs.scoring.generation.records import RecordFile
 from jobs.scoring.language_models.config import EvaluateConfig
 from jobs.scoring.language_models.plan import _tempnets

@@ -37,8 +37,7 @@ from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.language_models.config import EvaluateConfig
 from jobs.scoring.playground.config import PlaygroundConfig
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
-from jobs.scoring.temperatures.pairs.config import PredictPairTemperaturesConfig
-from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
+from jobs.scoring.temperatures.config import PredictPairTemperaturesConfig, PredictTemperaturesConfig
 from jobs.studies.reproduction.experiments import texts
 from jobs.studies.sweeps import presets as sweeps
 from jobs.tasks.presets import classifiers, clip, language_models, sentences

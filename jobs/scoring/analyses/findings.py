@@ -12,7 +12,7 @@ from jobs.engine.export import open_export
 from jobs.engine.identity import flatten
 from jobs.engine.tracking import finish_run, open_run, survive_outage
 from jobs.scoring.analyses.config import Analysis
-from jobs.scoring.temperatures.texts.settings import record_digest
+from jobs.scoring.units import settings_digest
 from pipelines.storage import resolve
 
 RESULTS_FILE = "results.json"
@@ -69,7 +69,7 @@ def absolute_output(config: Analysis) -> str:
 
 
 def _log(config: Analysis, findings: Findings, directory: Path, *, uri: str, output: str) -> None:
-    digest = record_digest(findings.settings)
+    digest = settings_digest(findings.settings)
     tracked = open_run(
         uri=uri,
         experiment=config.tracking.experiment,

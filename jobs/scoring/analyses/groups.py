@@ -19,16 +19,11 @@ from jobs.engine.tracking import resolve_uri
 from jobs.scoring.analyses.config import TextAnalysis
 from jobs.scoring.analyses.findings import Findings, absolute_output, publish
 from jobs.scoring.analyses.records import Records
-from jobs.scoring.temperatures.tables import existing_parts
-from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
-from jobs.scoring.temperatures.texts.job import predict_archives
-from jobs.scoring.temperatures.texts.settings import (
-    PredictionSettings,
-    claim_output,
-    list_sources,
-    model_settings,
-    record_digest,
-)
+from jobs.scoring.temperatures.config import PredictTemperaturesConfig
+from jobs.scoring.temperatures.text_job import predict_archives
+from jobs.scoring.temperatures.texts import PredictionSettings, model_settings
+from jobs.scoring.texts import list_sources
+from jobs.scoring.units import UnitStore, settings_digest
 from pipelines.storage import join, resolve, write_bytes
 from tempnet.intervals import mean_interval, spearman_interval
 
@@ -60,9 +55,9 @@ def analyse(config: TextAnalysis, records: Records, title: str) -> dict[str, Any
     output = absolute_output(config)
     settings = _prediction_settings(config, join(output, RECORDS_FILE))
     lines = "".join(json.dumps({"text": record.text}, ensure_ascii=False) + "\n" for record in records.records)
-    record = settings.record([]) | {"analysis": title, "records": record_digest({"lines": lines})}
+    record = settings.record([]) | {"analysis": title, "records": settings_digest({"lines": lines})}
     temperatures = join(output, TEMPERATURES_DIRECTORY)
-    claim_output(temperatures, record)
+    UnitStore(temperatures).claim(record)
     write_bytes(settings.source, lines.encode())
     archives = list_sources(settings.source)
     predict_archives(settings, archives, temperatures, config.workers, max_bad_share=config.max_bad_share)
@@ -108,7 +103,7 @@ def read_means(output: str) -> dict[int, float]:
     filesystem, path = resolve(output)
     tables = [
         pq.read_table(f"{path}/{name}", filesystem=filesystem, columns=["key", "tau_mean"])
-        for name in sorted(existing_parts(output))
+        for name in sorted(UnitStore(output).parts())
     ]
     if not tables:
         return {}

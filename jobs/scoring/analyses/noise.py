@@ -15,11 +15,10 @@ from jobs.engine.tracking import resolve_uri
 from jobs.scoring.analyses.config import Noise
 from jobs.scoring.analyses.curves import show
 from jobs.scoring.analyses.findings import Findings, absolute_output, publish
-from jobs.scoring.temperatures.pairs.config import PredictPairTemperaturesConfig
-from jobs.scoring.temperatures.pairs.job import predict_pairs
-from jobs.scoring.temperatures.pairs.labels import MODALITIES, match_numbers
-from jobs.scoring.temperatures.pairs.settings import PairPredictionSettings, resolve_settings
-from jobs.scoring.temperatures.texts.settings import claim_output
+from jobs.scoring.temperatures.config import PredictPairTemperaturesConfig
+from jobs.scoring.temperatures.pages import MODALITIES, match_numbers
+from jobs.scoring.temperatures.pairs import PairPredictionSettings, predict_pairs, resolve_settings
+from jobs.scoring.units import UnitStore
 from pipelines.images.archives import list_image_archives
 from pipelines.images.captions import CaptionNoise
 from pipelines.images.labels import read_numbers
@@ -50,7 +49,7 @@ def analyse_noise(config: Noise) -> dict[str, Any]:
     source = settings.images.source
     next(read_numbers(source, list_image_archives(source), config.label))  # one sample with it is enough to begin
     temperatures = join(output, "temperatures")
-    claim_output(temperatures, settings.record())
+    UnitStore(temperatures).claim(settings.record())
     predict_pairs(settings, temperatures, config.workers)
     table = read_table(temperatures, ["id", "key", *MODALITIES])
     numbers = match_numbers(table["key"].to_pylist(), source, config.label)

@@ -12,11 +12,10 @@ from jobs.engine.tracking import resolve_uri
 from jobs.scoring.analyses.config import Phase
 from jobs.scoring.analyses.curves import Curves, collect, show
 from jobs.scoring.analyses.findings import Findings, absolute_output, publish
-from jobs.scoring.temperatures.pairs.config import PredictPairTemperaturesConfig
-from jobs.scoring.temperatures.pairs.job import predict_pairs
-from jobs.scoring.temperatures.pairs.labels import MODALITIES, correlate, labelled_temperatures
-from jobs.scoring.temperatures.pairs.settings import PairPredictionSettings, resolve_settings
-from jobs.scoring.temperatures.texts.settings import claim_output
+from jobs.scoring.temperatures.config import PredictPairTemperaturesConfig
+from jobs.scoring.temperatures.pages import MODALITIES, correlate, labelled_temperatures
+from jobs.scoring.temperatures.pairs import PairPredictionSettings, predict_pairs, resolve_settings
+from jobs.scoring.units import UnitStore
 from pipelines.images.archives import list_image_archives
 from pipelines.images.labels import read_numbers
 from pipelines.images.temperature_table import read_table
@@ -103,7 +102,7 @@ def _prediction_settings(config: Phase, model: str) -> PairPredictionSettings:
 
 def _predict(config: Phase, settings: PairPredictionSettings, output: str) -> dict[str, Interval]:
     """Predict the temperatures of all pairs by one trial's model, and return their rank correlations with the label."""
-    claim_output(output, settings.record())
+    UnitStore(output).claim(settings.record())
     predict_pairs(settings, output, config.workers)
     table = read_table(output, ["key", *MODALITIES])
     return correlate(labelled_temperatures(table, settings.images.source, config.label), config.label)

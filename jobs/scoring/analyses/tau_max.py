@@ -10,7 +10,7 @@ from jobs.scoring.analyses.config import TauMax
 from jobs.scoring.analyses.curves import Curves, average, collect, show
 from jobs.scoring.analyses.findings import Findings, absolute_output, publish
 from jobs.scoring.language_models.config import EvaluateConfig
-from jobs.scoring.language_models.launch import evaluate
+from jobs.scoring.language_models.evaluate import evaluate
 from jobs.scoring.language_models.temperatures import Temperature
 from tempnet.intervals import mean_interval
 

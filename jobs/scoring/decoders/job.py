@@ -19,11 +19,11 @@ from jobs.scoring.analyses.findings import Findings, absolute_output, publish
 from jobs.scoring.decoders.config import Decoders
 from jobs.scoring.decoders.model import SampledText
 from jobs.scoring.decoders.report import conclusion, figures, plot, table
-from jobs.scoring.decoders.worker import BenchSettings, BenchWorker, Unit, run_bench
+from jobs.scoring.decoders.worker import BenchSettings, BenchUnit, BenchWorker, run_bench
 from jobs.scoring.generation.formats import FORMATS, Prompt, read_prompts
 from jobs.scoring.models import model_labels
-from jobs.scoring.stages import ScoringFailedError, Stages, run_stages
-from jobs.scoring.temperatures.texts.settings import list_sources
+from jobs.scoring.texts import list_sources
+from jobs.scoring.units import Work, map_units
 from jobs.tasks.base import naming_field
 from jobs.tasks.language_model.training_text import warn_of_known_text
 from pipelines.archives import Archive
@@ -216,23 +216,18 @@ def make_verifier(
     return verify if config.format == "gsm8k" else None
 
 
-def run_units(config: Decoders, settings: BenchSettings, units: Sequence[Unit]) -> list[Any]:
+def run_units(config: Decoders, settings: BenchSettings, units: Sequence[BenchUnit]) -> list[Any]:
     """Do units of work in the pool, and return their results in order.
 
     Raises:
         ScoringFailedError: naming the units that failed.
     """
-    places = {id(unit): place for place, unit in enumerate(units)}
-    results: list[Any] = [None] * len(units)
-
-    def keep(unit: Unit, result: Any, seconds: float) -> None:
-        results[places[id(unit)]] = result
-
-    stages: Stages[Unit] = Stages(model=partial(BenchWorker, settings, use_gpu=config.workers.use_gpu))
-    failed = run_stages(stages, units, config.workers, title=lambda unit: unit.title, keep=keep)
-    if failed:
-        raise ScoringFailedError(failed)
-    return results
+    work: Work[BenchUnit] = Work(
+        model=partial(BenchWorker, settings, use_gpu=config.workers.use_gpu), title=lambda unit: unit.title
+    )
+    outcome = map_units(units, work, config.workers)
+    outcome.check()
+    return [outcome.values[number][0] for number in range(len(units))]
 
 
 def _record(config: Decoders, settings: BenchSettings) -> dict[str, Any]:

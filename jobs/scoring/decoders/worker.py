@@ -24,6 +24,7 @@ from jobs.scoring.decoders.bench import (
 )
 from jobs.scoring.decoders.learned import move_rule
 from jobs.scoring.decoders.model import FrozenModel, MeasuredText, SampledText
+from jobs.scoring.units import Finished
 from pipelines.local_copy import local_copy
 from tempnet.decoders.rule import Rule
 from tempnet.loading import load_tempnet
@@ -80,7 +81,7 @@ class SampleUnit:
         return f"{self.number}: {self.rule.label}"
 
 
-Unit = TextUnit | ControlUnit | SampleUnit
+BenchUnit = TextUnit | ControlUnit | SampleUnit
 
 
 class BenchWorker:
@@ -104,7 +105,11 @@ class BenchWorker:
             self._text = self._model.measure(self._settings.documents, self._settings.batch_size)
         return self._text
 
-    def __call__(self, unit: Unit) -> Any:
+    def __call__(self, unit: BenchUnit) -> Finished:
+        """Do a unit, whose result is sent to the driver."""
+        return Finished(value=self.do(unit))
+
+    def do(self, unit: BenchUnit) -> Any:
         """Do a unit: families and comparison of a `TextUnit`, rules of a `ControlUnit`, texts of a `SampleUnit`."""
         if isinstance(unit, TextUnit):
             return self._compare()
@@ -140,7 +145,7 @@ class BenchWorker:
 
 
 def run_bench(
-    settings: BenchSettings, run: Callable[[Sequence[Unit]], list[Any]], verify: Verifier | None = None
+    settings: BenchSettings, run: Callable[[Sequence[BenchUnit]], list[Any]], verify: Verifier | None = None
 ) -> Comparison:
     """Run the bench from start to end.
 

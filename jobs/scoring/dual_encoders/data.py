@@ -13,10 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from jobs.engine.cluster import start_ray
 from jobs.engine.named_values import named_values
 from jobs.scoring.dual_encoders.config import EvaluateClipConfig
-from jobs.scoring.dual_encoders.folders import ClassFolders
-from jobs.scoring.dual_encoders.images import FolderImages, ImageSet, PairImages
+from jobs.scoring.dual_encoders.embeddings import Embeddings
+from jobs.scoring.dual_encoders.images import ClassFolders, FolderImages, ImageSet, PairImages
 from jobs.scoring.dual_encoders.prompts import prompts, read_class_names, read_templates
-from jobs.scoring.dual_encoders.units import Embeddings
 from pipelines.images.prepare import PrepareImagesConfig, check_source, prepare_images
 from pipelines.problems import check_problems
 from tempnet.contrastive.retrieval import recall

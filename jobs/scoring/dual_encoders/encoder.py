@@ -1,4 +1,4 @@
-"""Encoding images and texts into unit embeddings, in batches.
+"""Dual encoders to be scored: their description, and encoding images and texts into unit embeddings, in batches.
 
 Shapes: n samples, S side of the image, d size of the embedding.
 """
@@ -6,17 +6,74 @@ Shapes: n samples, S side of the image, d size of the embedding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from jobs.scoring.dual_encoders.units import DualEncoderSpec
+from jobs.engine.fields import absolute_path
+from jobs.scoring.models import ModelSpec
+from jobs.tasks.base import naming_field
 from pipelines.images.captions import CaptionEncoder
-from pipelines.local_copy import local_copy
+from pipelines.images.prepare import PrepareImagesConfig, check_source
+from pipelines.local_copy import is_directory, local_copy
+from pipelines.storage import join, relative, resolve
 from pipelines.text.tokenization import load_tokenizer
+from tempnet.fingerprints import files_digest
 from tempnet.models.dual_encoder import DualEncoder
+from tempnet.models.dual_encoder_config import IMAGE_ENCODER_DIRECTORY, TEXT_ENCODER_DIRECTORY
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DualEncoderSpec(ModelSpec):
+    """Description of a dual encoder; its digest covers both encoders and their projections."""
+
+    image_size: int
+    """Side of the images in pixels."""
+    num_text_tokens: int
+    """Maximum number of tokens of a text; longer texts are cut."""
+    vocab_size: int
+    """Number of tokens in the text encoder's embedding table."""
+
+    @classmethod
+    def read(cls, label: str, path: str, *, field: str = "models") -> DualEncoderSpec:
+        """Returns the description of a dual encoder, which is loaded once to check that it can be.
+
+        Raises:
+            ValueError: naming the field and the path, if it is not a directory with a dual encoder.
+        """
+        try:
+            place = Path(local_copy(path))
+        except ValueError as error:
+            raise ValueError(f"{field}: {error}") from error
+        if not place.exists():
+            raise ValueError(f"{field}: {path!r} is missing: there is no such directory")
+        if not place.is_dir():
+            raise ValueError(f"{field}: {path!r} is no directory with a dual encoder or a Transformers CLIPModel")
+        with naming_field(f"{field}: "):
+            model = DualEncoder.from_pretrained(place)
+        tokens: Any = model.text_encoder.get_input_embeddings()
+        parts = [place, place / IMAGE_ENCODER_DIRECTORY, place / TEXT_ENCODER_DIRECTORY]
+        return cls(
+            label=label,
+            path=absolute_path(path),
+            digest=files_digest(
+                file for part in parts if part.is_dir() for file in sorted(part.iterdir()) if file.is_file()
+            ),
+            image_size=model.config.image_size,
+            num_text_tokens=model.config.num_text_tokens,
+            vocab_size=tokens.num_embeddings,
+        )
+
+    @property
+    def tokenizer(self) -> str:
+        """Directory of the model's tokenizer."""
+        beside = join(self.path, TEXT_ENCODER_DIRECTORY)
+        return beside if is_directory(beside) else self.path
 
 
 class Encoder:
@@ -68,3 +125,29 @@ def caption_encoder(spec: DualEncoderSpec, *, field: str = "models") -> CaptionE
             f"{field}: the tokenizer in {spec.tokenizer!r} has {len(tokenizer)} tokens, the model {spec.vocab_size}"
         )
     return CaptionEncoder(tokenizer=tokenizer, num_text_tokens=spec.num_text_tokens)
+
+
+def model_record(model: DualEncoderSpec) -> dict[str, Any]:
+    """Returns the digest of a dual encoder and the sizes of what it reads, without its location."""
+    return {f"model.{name}": getattr(model, name) for name in ("digest", "image_size", "num_text_tokens")}
+
+
+def pairs_record(images: PrepareImagesConfig) -> dict[str, Any]:
+    """Returns the archives of a source of pairs and their captions, without locations and the tolerated problems.
+
+    The contents of archives are identified by their sizes; an archive that changes while it is read is detected by
+    checksums.
+
+    Raises:
+        FileNotFoundError, ValueError: if the images or captions are missing or not understood.
+    """
+    archives, captions = check_source(images)
+    root = resolve(images.source)[1]
+    return {
+        "num_captioned_images": None if captions is None else len(captions.captions),
+        "splits": list(images.splits),
+        **{
+            f"archive {relative(archive.path, root)} (bytes)": [archive.num_bytes, len(archive.files)]
+            for archive in archives
+        },
+    }

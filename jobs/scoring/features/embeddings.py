@@ -11,8 +11,8 @@ import torch
 
 from jobs.engine.cluster import start_ray
 from jobs.scoring.config import PoolSection
-from jobs.scoring.features.job import FeatureJob, Unit, pool_options
-from jobs.scoring.stages import Stages
+from jobs.scoring.features.job import FeatureJob, FeatureUnit, pool_options
+from jobs.scoring.units import Finished, Work
 from jobs.tasks.base import resolve_paths
 from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.dual_encoder.data import pair_source, prepare_split
@@ -26,18 +26,18 @@ from pipelines.text.tokenization import load_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A unit with what the towers read, or, after them, with the arrays that are stored."""
+    """A unit with what the towers read."""
 
-    unit: Unit
+    unit: FeatureUnit
     arrays: Batch
 
 
-def units_of(embeddings: PairEmbeddings) -> list[Unit]:
+def units_of(embeddings: PairEmbeddings) -> list[FeatureUnit]:
     """Return all files: those of the images, and those of the captions."""
-    return [*Unit.of(embeddings.images), *Unit.of(embeddings.captions)]
+    return [*FeatureUnit.of(embeddings.images), *FeatureUnit.of(embeddings.captions)]
 
 
-def read_unit(source: PairSource, unit: Unit) -> Iterator[Item]:
+def read_unit(source: PairSource, unit: FeatureUnit) -> Iterator[Item]:
     """Yield the only item of a unit: the central views of its images, or the tokens of its captions."""
     files, part = unit.place
     rows = np.arange(part.start, part.stop)
@@ -58,36 +58,26 @@ class Towers:
         self._encoder = encoder.eval().to(self._device)
 
     @torch.inference_mode()
-    def __call__(self, item: Item) -> Item:
+    def __call__(self, item: Item) -> Finished:
         """Compute the embeddings of a unit, a worker's share of a batch at a time."""
         arrays = item.arrays
         if "images" in arrays:
             rows = [self._encoder.encode_images(part).cpu() for (part,) in self._batches(arrays["images"])]
             hashes = np.array([pixel_hash(image) for image in arrays["images"]], np.uint32)
-            return Item(item.unit, {"embedding": torch.cat(rows).numpy(), "pixel_hash": hashes})
-        rows = [
-            self._encoder.encode_texts(*part).cpu()
-            for part in self._batches(arrays["input_ids"], arrays["attention_mask"])
-        ]
-        return Item(
-            item.unit,
-            {
-                "embedding": torch.cat(rows).numpy(),
+            stored = {"embedding": torch.cat(rows).numpy(), "pixel_hash": hashes}
+        else:
+            texts = self._batches(arrays["input_ids"], arrays["attention_mask"])
+            stored = {
+                "embedding": torch.cat([self._encoder.encode_texts(*part).cpu() for part in texts]).numpy(),
                 "image": arrays["image_ids"],
                 "token_hash": np.array([token_hash(ids) for ids in arrays["input_ids"]], np.uint16),
-            },
-        )
+            }
+        files, part = item.unit.place
+        return Finished(files={part.file: files.encode(part, stored)}, num_cases=part.stop - part.start)
 
     def _batches(self, *arrays: np.ndarray) -> Iterator[tuple[torch.Tensor, ...]]:
         for at in range(0, len(arrays[0]), self._size):
-            # Copied because torch needs writable memory, and the object store's is not.
-            yield tuple(torch.from_numpy(array[at : at + self._size].copy()).to(self._device) for array in arrays)
-
-
-def write_unit(item: Item) -> int:
-    """Write the file of a unit and return its size in bytes."""
-    files, part = item.unit.place
-    return files.write(part, item.arrays)
+            yield tuple(torch.from_numpy(array[at : at + self._size]).to(self._device) for array in arrays)
 
 
 def prepare_embeddings(config: ClipConfig) -> list[PairEmbeddings]:
@@ -113,7 +103,12 @@ def prepare_embeddings(config: ClipConfig) -> list[PairEmbeddings]:
         job = FeatureJob(
             features=embeddings,
             units=units_of(embeddings),
-            stages=Stages(model=partial(Towers, config), read=partial(read_unit, source), write=write_unit),
+            work=Work(
+                model=partial(Towers, config),
+                read=partial(read_unit, source),
+                title=lambda unit: unit.file,
+                noun="images or captions",
+            ),
             save=partial(embeddings.save, towers.digest),
         )
         job.run(PoolSection(**pool_options(config.workers)))

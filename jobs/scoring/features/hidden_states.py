@@ -13,8 +13,8 @@ import torch
 
 from jobs.engine.cluster import start_ray
 from jobs.scoring.config import LanguageModelPool
-from jobs.scoring.features.job import FeatureJob, Unit, pool_options
-from jobs.scoring.stages import Stages
+from jobs.scoring.features.job import FeatureJob, FeatureUnit, pool_options
+from jobs.scoring.units import Finished, Work
 from jobs.tasks.base import resolve_paths
 from jobs.tasks.language_model.base import refer_to_base
 from jobs.tasks.language_model.config import LanguageModelConfig
@@ -23,7 +23,6 @@ from jobs.tasks.language_model.features import features_of
 from jobs.tasks.language_model.models import autocast_dtype, build_base
 from jobs.tasks.language_model.validation import to_tensors
 from jobs.tasks.text.data import prepare_split
-from pipelines.storage import write_bytes
 from pipelines.stream import Batch
 from pipelines.text.blocks import block_arrays
 from pipelines.text.features import Features
@@ -39,28 +38,16 @@ from tempnet.softmax.reference import TemperatureLossConfig
 class Item:
     """A unit with the blocks that the model reads; without blocks for the output layer."""
 
-    unit: Unit
+    unit: FeatureUnit
     blocks: Batch | None
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """A unit with what the model made of it."""
-
-    unit: Unit
-    arrays: Batch
-    """`hidden` (n, T, d) int16, the bits of bfloat16 numbers, `targets` (n, T) and `digest` (n,); empty for the output
-    layer."""
-    head: bytes
-    """Content of the file of the output layer; empty for features."""
-
-
-def units_of(features: Features) -> list[Unit]:
+def units_of(features: Features) -> list[FeatureUnit]:
     """Return all files: that of the output layer, which is made first, and those of the blocks."""
-    return [Unit(file=HEAD_FILE), *Unit.of(features.blocks)]
+    return [FeatureUnit(file=HEAD_FILE), *FeatureUnit.of(features.blocks)]
 
 
-def read_unit(features: Features, unit: Unit) -> Iterator[Item]:
+def read_unit(features: Features, unit: FeatureUnit) -> Iterator[Item]:
     """Yield the only item of a unit."""
     if unit.part is None:
         yield Item(unit, None)
@@ -95,10 +82,10 @@ class HiddenStates:
             )
 
     @torch.inference_mode()
-    def __call__(self, item: Item) -> Result:
+    def __call__(self, item: Item) -> Finished:
         """Compute the hidden states of an item, a micro-batch at a time, or the file of the output layer."""
         if item.blocks is None:
-            return Result(item.unit, {}, self._head())
+            return Finished(files={HEAD_FILE: self._head()})
         size, blocks = self._config.micro_batch_size, item.blocks
         parts = []
         for at in range(0, len(blocks["targets"]), size):
@@ -106,7 +93,9 @@ class HiddenStates:
             hidden = self._module.contexts(tensors["input_ids"], tensors["position_ids"])
             parts.append(hidden.to(torch.bfloat16).cpu().view(torch.int16).numpy())
         kept = {name: blocks[name] for name in ("targets", "digest")}
-        return Result(item.unit, {"hidden": np.concatenate(parts), **kept}, b"")
+        files, part = item.unit.place
+        content = files.encode(part, {"hidden": np.concatenate(parts), **kept})
+        return Finished(files={part.file: content}, num_cases=part.stop - part.start)
 
     def _head(self) -> bytes:
         assert self._module.head is not None
@@ -114,14 +103,6 @@ class HiddenStates:
             file = Path(name) / HEAD_FILE
             save_head(self._module.base, self._module.head, self._module.vocab_size, file)
             return file.read_bytes()
-
-
-def write_result(features: Features, result: Result) -> int:
-    """Write the file of a unit and return its size in bytes."""
-    if result.unit.part is None:
-        write_bytes(f"{features.directory}/{HEAD_FILE}", result.head)
-        return len(result.head)
-    return features.blocks.write(result.unit.part, result.arrays)
 
 
 def prepare_hidden_states(config: LanguageModelConfig) -> list[Features]:
@@ -146,10 +127,11 @@ def prepare_hidden_states(config: LanguageModelConfig) -> list[Features]:
         job = FeatureJob(
             features=features,
             units=units_of(features),
-            stages=Stages(
+            work=Work(
                 model=partial(HiddenStates, config),
                 read=partial(read_unit, features),
-                write=partial(write_result, features),
+                title=lambda unit: unit.file,
+                noun="blocks",
             ),
             save=partial(features.save, base.digest),
         )

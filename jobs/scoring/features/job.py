@@ -1,7 +1,7 @@
 """Stores what a frozen model computes of a data set, once: what the jobs of `jobs.prepare_features` have in common.
 
-A unit of the scheduler (`jobs.scoring.stages`) is a file: its items are read in a Ray task, a pool of models computes the
-features, and another task writes the file. Files that exist are not made again.
+A unit of the map (`jobs.scoring.units`) is a file: what a model reads is read beside the pool, and the pool's worker writes
+the file. Files that exist are not made again.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pyarrow.fs import FileSelector
-
 from jobs.engine.worker_settings import WorkersSection
 from jobs.scoring.config import PoolSection
-from jobs.scoring.stages import ScoringFailedError, Stages, run_stages
+from jobs.scoring.units import UnitStore, Work, map_units
 from pipelines.feature_files import FeatureFiles, FeaturePart, describe_bytes
 from pipelines.object_store import is_local
-from pipelines.storage import MANIFEST_FILE, exists, resolve
+from pipelines.storage import MANIFEST_FILE, create_directory, exists, resolve
 
 
 class StoredFeatures(Protocol):
@@ -36,7 +34,7 @@ class StoredFeatures(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
+class FeatureUnit:
     """What one item of the pool makes: a file."""
 
     file: str
@@ -47,7 +45,7 @@ class Unit:
     """The rows that the file holds; None for a file that holds no features."""
 
     @classmethod
-    def of(cls, files: FeatureFiles) -> list[Unit]:
+    def of(cls, files: FeatureFiles) -> list[FeatureUnit]:
         """Return the units of all files of a kind."""
         return [cls(file=part.file, files=files, part=part) for part in files.parts()]
 
@@ -64,10 +62,10 @@ class FeatureJob:
     """The features of one data set, and how they are made."""
 
     features: StoredFeatures
-    units: Sequence[Unit]
+    units: Sequence[FeatureUnit]
     """All files."""
-    stages: Stages[Unit]
-    """Makes the file of a unit; the last stage writes it and returns its size in bytes."""
+    work: Work[FeatureUnit]
+    """Makes the file of a unit."""
     save: Callable[[], None]
     """Writes the manifest, whose presence marks the features as complete."""
 
@@ -87,25 +85,17 @@ class FeatureJob:
         if exists(f"{directory}/{MANIFEST_FILE}"):
             print("stored before", flush=True)
             return
-        filesystem, path = resolve(directory)
-        filesystem.create_dir(path, recursive=True)
-        done = {entry.base_name: entry.size or 0 for entry in filesystem.get_file_info(FileSelector(path))}
-        missing = [unit for unit in self.units if unit.file not in done]
+        store = UnitStore(directory)
+        create_directory(directory)  # whose disk is looked at
+        finished = store.names()
+        missing = [unit for unit in self.units if unit.file not in finished]
         self._check_room(missing)
         started = time.monotonic()
-        failed = run_stages(
-            self.stages,
-            missing,
-            pool,
-            title=lambda unit: unit.file,
-            keep=_describe,
-        )
-        if failed:
-            raise ScoringFailedError(failed)
+        map_units(missing, self.work, pool, store).check()
         self.save()
         print(f"stored in {time.monotonic() - started:.0f} s", flush=True)
 
-    def _check_room(self, missing: Sequence[Unit]) -> None:
+    def _check_room(self, missing: Sequence[FeatureUnit]) -> None:
         filesystem, path = resolve(self.features.directory)
         if not is_local(filesystem):
             return
@@ -126,11 +116,3 @@ def pool_options(workers: WorkersSection) -> dict[str, Any]:
         "use_gpu": workers.use_gpu,
         "cpus_per_worker": workers.cpus_per_worker,
     }
-
-
-def _describe(unit: Unit, num_bytes: Any, seconds: float) -> str:
-    size = describe_bytes(num_bytes)
-    if unit.part is None:
-        return size
-    files, part = unit.place
-    return f"{size}  {(part.stop - part.start) / max(seconds, 1e-9):,.0f} {files.noun}/s"

@@ -22,7 +22,7 @@ from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.headroom.questions import Measurement, Question
 from jobs.scoring.headroom.report import figures, metrics, plot, summary
 from jobs.scoring.headroom.tables import count_documents, read_measured
-from jobs.scoring.temperatures.texts.settings import claim_output, record_digest
+from jobs.scoring.units import UnitStore, settings_digest
 from pipelines.storage import resolve
 from tempnet.headroom.run import HeadroomTest, run_headroom_test
 
@@ -42,7 +42,7 @@ def measure_headroom(config: Headroom) -> dict[str, Any]:
     measurement = resolve_measurement(config)
     output = config.output if "://" in config.output else resolve(config.output)[1]
     record = measurement.record()
-    claim_output(output, record)
+    UnitStore(output).claim(record)
     started = time.monotonic()
     questions = measurement.measure(output)
     tests = _run_tests(config, output, questions)
@@ -59,7 +59,7 @@ def measure_headroom(config: Headroom) -> dict[str, Any]:
         plot(list(zip(questions, tests, found, strict=True)), directory / DIAGRAM_FILE)
         if uri:
             with survive_outage("the headroom test"):
-                digest = record_digest(record)
+                digest = settings_digest(record)
                 logged = {name: value for pair in zip(questions, found, strict=True) for name, value in metrics(*pair)}
                 tracked = open_run(
                     uri=uri,
@@ -87,10 +87,10 @@ def resolve_measurement(config: Headroom) -> Measurement:
         ValueError, OSError: naming the field and the value.
     """
     if config.images:
-        from jobs.scoring.headroom.pairs.measurement import PairMeasurement
+        from jobs.scoring.headroom.pairs import PairMeasurement
 
         return PairMeasurement.resolve(config)
-    from jobs.scoring.headroom.texts.measurement import TextMeasurement
+    from jobs.scoring.headroom.texts import TextMeasurement
 
     return TextMeasurement.resolve(config)
 

@@ -15,13 +15,12 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from jobs.engine.fields import absolute_path
 from jobs.engine.fingerprints import model_digest, tempnet_digest
-from jobs.engine.tracking import resolve_uri
 from jobs.scoring.language_models.config import NO_TEMPNET, EvaluateConfig
 from jobs.scoring.language_models.harness import Tasks
 from jobs.scoring.language_models.temperatures import Temperature
-from jobs.scoring.language_models.units import Job, LanguageModelSpec, Unit, unit_key
+from jobs.scoring.language_models.units import EvaluationUnit, Job, LanguageModelSpec, unit_key
 from jobs.scoring.language_models.windows import (
-    Window,
+    ScoredWindow,
     document_windows,
     num_words,
     pair_window,
@@ -59,7 +58,7 @@ class Plan:
     """Number of UTF-8 bytes of the same text."""
 
     @property
-    def units(self) -> list[Unit]:
+    def units(self) -> list[EvaluationUnit]:
         """The units of all jobs."""
         return [unit for job in self.jobs for unit in job.units]
 
@@ -70,7 +69,6 @@ def make_plan(config: EvaluateConfig) -> Plan:
     Raises:
         ValueError, OSError: naming the field, its value and the legal values.
     """
-    _ = resolve_uri(config.tracking, config.run.resolved_storage)
     tasks = Tasks(config.include_path, config.data_dir)
     task_digests = {name: _task_digest(tasks, name) for name in config.tasks}
     with naming_field("wikitext = "):
@@ -109,11 +107,13 @@ def make_plan(config: EvaluateConfig) -> Plan:
     )
 
 
-def _window_jobs(config: EvaluateConfig, spec: LanguageModelSpec, task: str, windows: list[Window]) -> Iterator[Job]:
+def _window_jobs(
+    config: EvaluateConfig, spec: LanguageModelSpec, task: str, windows: list[ScoredWindow]
+) -> Iterator[Job]:
     for part, slice_of_windows in enumerate(slices(windows)):
         digest = windows_digest(slice_of_windows)
         units = tuple(
-            Unit(
+            EvaluationUnit(
                 model=spec,
                 temperature=temperature,
                 task=task,
@@ -127,7 +127,7 @@ def _window_jobs(config: EvaluateConfig, spec: LanguageModelSpec, task: str, win
 
 def _harness_unit(
     config: EvaluateConfig, spec: LanguageModelSpec, temperature: Temperature, name: str, digest: str
-) -> Unit:
+) -> EvaluationUnit:
     key = unit_key(
         spec,
         temperature,
@@ -139,7 +139,7 @@ def _harness_unit(
         document_start=config.document_start,
         max_length=spec.max_length,
     )
-    return Unit(model=spec, temperature=temperature, task=name, part=0, key=key)
+    return EvaluationUnit(model=spec, temperature=temperature, task=name, part=0, key=key)
 
 
 def _task_digest(tasks: Tasks, name: str) -> str:

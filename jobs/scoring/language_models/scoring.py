@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from jobs.scoring.language_models.temperatures import TemperatureFunction, num_rows_a_chunk
-from jobs.scoring.language_models.windows import Window
+from jobs.scoring.language_models.windows import ScoredWindow
 from tempnet.devices import input_device
 from tempnet.inference import record_hidden_states
 
@@ -39,7 +39,7 @@ class Score:
 @torch.no_grad()
 def score_windows(
     base: PreTrainedModel,
-    windows: Sequence[Window],
+    windows: Sequence[ScoredWindow],
     functions: Mapping[str, TemperatureFunction],
     *,
     vocab_size: int | None,
@@ -67,7 +67,7 @@ def score_windows(
 
 def _score_batch(
     base: PreTrainedModel,
-    windows: Sequence[Window],
+    windows: Sequence[ScoredWindow],
     functions: Mapping[str, TemperatureFunction],
     scores: dict[str, Score],
     vocab_size: int | None,

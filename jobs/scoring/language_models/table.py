@@ -12,8 +12,9 @@ import torch
 
 from jobs.engine.tables import markdown_table
 from jobs.scoring.language_models.plan import LAMBADA, WIKITEXT, Plan
-from jobs.scoring.language_models.units import Ledger, Unit
+from jobs.scoring.language_models.units import EvaluationUnit, read_arrays, read_result
 from jobs.scoring.results import Column
+from jobs.scoring.units import UnitStore
 from tempnet.statistics import spearman
 
 _TITLES = {
@@ -26,9 +27,9 @@ _TITLES = {
 }
 
 
-def make_columns(plan: Plan, ledger: Ledger) -> list[Column]:
+def make_columns(plan: Plan, store: UnitStore) -> list[Column]:
     """Returns the columns of all models and temperatures, without figures for tasks that have unfinished units."""
-    units = defaultdict[tuple[str, str, str], list[Unit]](list)
+    units = defaultdict[tuple[str, str, str], list[EvaluationUnit]](list)
     for unit in plan.units:
         units[unit.model.label, unit.temperature.name, unit.task].append(unit)
     columns = []
@@ -39,13 +40,13 @@ def make_columns(plan: Plan, ledger: Ledger) -> list[Column]:
         )
         for (label, name, task), parts in units.items():
             if (label, name) == (model.label, temperature.name):
-                column.metrics.update(_figures(plan, ledger, task, parts))
+                column.metrics.update(_figures(plan, store, task, parts))
         columns.append(column)
     return columns
 
 
-def _figures(plan: Plan, ledger: Ledger, task: str, units: list[Unit]) -> dict[str, float]:
-    results = [result for unit in units if (result := ledger.read(unit)) is not None]
+def _figures(plan: Plan, store: UnitStore, task: str, units: list[EvaluationUnit]) -> dict[str, float]:
+    results = [result for unit in units if (result := read_result(store, unit)) is not None]
     if len(results) < len(units):
         return {}
     if task not in (WIKITEXT, LAMBADA):
@@ -64,7 +65,7 @@ def _figures(plan: Plan, ledger: Ledger, task: str, units: list[Unit]) -> dict[s
     else:
         figures = {"perplexity": _exp(nll / num_windows), "acc": num_greedy / num_windows}
     if units[0].temperature.needs_tempnet:
-        arrays = [ledger.arrays(unit) for unit in units]
+        arrays = [read_arrays(store, unit) for unit in units]
         tau, entropy = (np.concatenate([array[name] for array in arrays]) for name in ("tau", "entropy"))
         figures |= {
             "tau_mean": float(tau.mean(dtype=np.float64)),

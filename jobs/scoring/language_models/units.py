@@ -17,9 +17,9 @@ import safetensors.numpy
 
 from jobs.scoring.language_models.scoring import Score
 from jobs.scoring.language_models.temperatures import Temperature
-from jobs.scoring.language_models.windows import Window
+from jobs.scoring.language_models.windows import ScoredWindow
 from jobs.scoring.models import ModelSpec
-from pipelines.storage import read_json, resolve, write_json
+from jobs.scoring.units import UnitStore
 
 # Increase this whenever the same input would give another result.
 _VERSION = 1
@@ -40,7 +40,7 @@ class LanguageModelSpec(ModelSpec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
+class EvaluationUnit:
     """One model at one temperature on one task, or on one slice of a task."""
 
     model: LanguageModelSpec
@@ -50,13 +50,18 @@ class Unit:
     """Number of the slice within the task, from 0."""
     key: str
 
+    @property
+    def file(self) -> str:
+        """Name of the file with its result."""
+        return f"{self.key}.json"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One item of work for a worker: the units of one model and task that share forward passes, one per temperature."""
 
-    units: tuple[Unit, ...]
-    windows: tuple[Window, ...] = ()
+    units: tuple[EvaluationUnit, ...]
+    windows: tuple[ScoredWindow, ...] = ()
     """The windows to score; empty for a task of the harness."""
 
     @property
@@ -81,42 +86,39 @@ def unit_key(model: LanguageModelSpec, temperature: Temperature, dtype: str, **w
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
-class Ledger:
-    """Stores the results of finished units in the directory of an evaluation (a path or a URI)."""
+def unit_store(directory: str) -> UnitStore:
+    """Returns the store of the finished units of an evaluation, given by its directory (a path or a URI)."""
+    return UnitStore(f"{directory}/units")
 
-    def __init__(self, directory: str) -> None:
-        self._directory = f"{directory}/units"
-        filesystem, path = resolve(self._directory)
-        filesystem.create_dir(path, recursive=True)
 
-    def read(self, unit: Unit) -> dict[str, Any] | None:
-        """Returns the result of a unit, or None if it is not finished."""
-        record = read_json(f"{self._directory}/{unit.key}.json")
-        return record and record["result"]
+def read_result(store: UnitStore, unit: EvaluationUnit) -> dict[str, Any] | None:
+    """Returns the result of a unit, or None if it is not finished."""
+    record = store.read_json(unit.file)
+    return record and record["result"]
 
-    def arrays(self, unit: Unit) -> dict[str, np.ndarray]:
-        """Returns the arrays `tau` and `entropy` of a unit, with one value per target."""
-        filesystem, path = resolve(f"{self._directory}/{unit.key}.safetensors")
-        with filesystem.open_input_stream(path) as stream:
-            return safetensors.numpy.load(stream.read())
 
-    def write(self, unit: Unit, outcome: Score | dict[str, float], seconds: float) -> None:
-        """Store the result of a unit, with the seconds that its job took.
+def read_arrays(store: UnitStore, unit: EvaluationUnit) -> dict[str, np.ndarray]:
+    """Returns the arrays `tau` and `entropy` of a unit, with one value per target."""
+    return safetensors.numpy.load(store.read(f"{unit.key}.safetensors"))
 
-        The JSON file is written last, since its existence marks the unit as finished.
-        """
-        result: Mapping[str, Any]
-        if isinstance(outcome, Score):
-            names = ("nll", "num_tokens", "num_windows", "num_greedy")
-            result = {name: getattr(outcome, name) for name in names}
-            if unit.temperature.needs_tempnet:
-                arrays = {name: np.concatenate(getattr(outcome, name)) for name in ("tau", "entropy")}
-                filesystem, path = resolve(f"{self._directory}/{unit.key}.safetensors")
-                with filesystem.open_output_stream(path) as stream:
-                    stream.write(safetensors.numpy.save(arrays))
-        else:
-            result = outcome
-        record = {
+
+def files_of(unit: EvaluationUnit, outcome: Score | dict[str, float], seconds: float) -> dict[str, Any]:
+    """Returns the files of a finished unit, given the seconds that its job took.
+
+    The JSON file comes last, since its existence marks the unit as finished.
+    """
+    files: dict[str, Any] = {}
+    result: Mapping[str, Any]
+    if isinstance(outcome, Score):
+        names = ("nll", "num_tokens", "num_windows", "num_greedy")
+        result = {name: getattr(outcome, name) for name in names}
+        if unit.temperature.needs_tempnet:
+            arrays = {name: np.concatenate(getattr(outcome, name)) for name in ("tau", "entropy")}
+            files[f"{unit.key}.safetensors"] = safetensors.numpy.save(arrays)
+    else:
+        result = outcome
+    return files | {
+        unit.file: {
             "model": unit.model.path,
             "tempnet": unit.model.tempnet,
             "temperature": unit.temperature.name,
@@ -125,4 +127,4 @@ class Ledger:
             "seconds": round(seconds, 3),
             "result": result,
         }
-        write_json(f"{self._directory}/{unit.key}.json", record)
+    }

@@ -28,7 +28,7 @@ NUM_TOKENS_PER_SLICE = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class ScoredWindow:
     """Tokens that the model reads, and the targets of the last `len(targets)` of them."""
 
     inputs: tuple[int, ...]
@@ -75,7 +75,7 @@ def num_words(page: str) -> int:
 
 def document_windows(
     tokenizer: PreTrainedTokenizerFast, page: str, *, max_length: int, detokenize: bool
-) -> list[Window]:
+) -> list[ScoredWindow]:
     """Returns the rolling windows of a document, in which every token is a target exactly once.
 
     The document-start token precedes the first token. The windows do not overlap, except that the last one is filled up
@@ -86,7 +86,7 @@ def document_windows(
     windows = get_rolling_token_windows(
         ids, prefix_token=document_start_id(tokenizer), max_seq_len=max_length, context_len=1
     )
-    return [Window(tuple(inputs), tuple(targets)) for inputs, targets in windows]
+    return [ScoredWindow(tuple(inputs), tuple(targets)) for inputs, targets in windows]
 
 
 def read_lambada(path: str, limit: int) -> list[tuple[str, str]]:
@@ -119,7 +119,7 @@ def encode_context(tokenizer: PreTrainedTokenizerFast, text: str, *, document_st
 
 def pair_window(
     tokenizer: PreTrainedTokenizerFast, context: str, continuation: str, *, max_length: int, document_start: bool
-) -> Window:
+) -> ScoredWindow:
     """Returns the window of a context and the continuation to score; one that is too long is truncated on the left.
 
     As in lm-evaluation-harness, the two are tokenised together and split where the context alone would end.
@@ -131,12 +131,12 @@ def pair_window(
         whole = [document_start_id(tokenizer), *tokenizer.encode(continuation, add_special_tokens=False)]
         num_context = 1
     targets = whole[num_context:]
-    return Window(tuple(whole[:-1][-max_length:]), tuple(targets[-max_length:]))
+    return ScoredWindow(tuple(whole[:-1][-max_length:]), tuple(targets[-max_length:]))
 
 
-def slices(windows: Sequence[Window]) -> Iterator[list[Window]]:
+def slices(windows: Sequence[ScoredWindow]) -> Iterator[list[ScoredWindow]]:
     """Yields groups of consecutive windows with at most NUM_TOKENS_PER_SLICE tokens each, or a single longer window."""
-    part: list[Window] = []
+    part: list[ScoredWindow] = []
     num_tokens = 0
     for window in windows:
         if part and num_tokens + len(window.inputs) > NUM_TOKENS_PER_SLICE:
@@ -148,7 +148,7 @@ def slices(windows: Sequence[Window]) -> Iterator[list[Window]]:
         yield part
 
 
-def windows_digest(windows: Sequence[Window]) -> str:
+def windows_digest(windows: Sequence[ScoredWindow]) -> str:
     """Returns a hash of the windows' tokens, as 32 hex digits."""
     digest = hashlib.blake2b(digest_size=16)
     for window in windows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from jobs.scoring.language_models.config import EvaluateConfig
 from jobs.scoring.language_models.harness import Tasks, TemperedLM, run_task
 from jobs.scoring.language_models.scoring import Score, score_windows
-from jobs.scoring.language_models.units import Job, LanguageModelSpec
+from jobs.scoring.language_models.units import Job, LanguageModelSpec, files_of
 from jobs.scoring.models import LoadedModel
+from jobs.scoring.units import Finished
 from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.base_model import load_base
@@ -39,9 +41,15 @@ class Evaluator:
         self._tasks = Tasks(config.include_path, config.data_dir)
         self._model = LoadedModel(self._load)
 
-    def __call__(self, job: Job) -> list[Score | dict[str, float]]:
-        """Returns the results of a job's units, in their order."""
-        return self._score(job) if job.windows else [self._run_task(job)]
+    def __call__(self, job: Job) -> Finished:
+        """Compute the results of a job's units."""
+        started = time.monotonic()
+        results = self._score(job) if job.windows else [self._run_task(job)]
+        seconds = time.monotonic() - started
+        files: dict[str, Any] = {}
+        for unit, result in zip(job.units, results, strict=True):
+            files |= files_of(unit, result, seconds)
+        return Finished(files=files)
 
     def _score(self, job: Job) -> list[Score | dict[str, float]]:
         spec = job.units[0].model

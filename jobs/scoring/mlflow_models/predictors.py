@@ -16,11 +16,9 @@ import torch.nn.functional as F
 from mlflow.types import ColSpec, DataType, Schema
 from mlflow.types.schema import Array
 
-from jobs.scoring.dual_encoders.encoder import Encoder
-from jobs.scoring.dual_encoders.units import DualEncoderSpec
-from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
-from jobs.scoring.temperatures.texts.predictor import Predictor
-from jobs.scoring.temperatures.texts.settings import model_settings
+from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, Encoder
+from jobs.scoring.temperatures.config import PredictTemperaturesConfig
+from jobs.scoring.temperatures.texts import Predictor, model_settings
 from pipelines.text.tokenization import load_tokenizer, token_pieces
 from tempnet.loading import find_tempnet, load_tempnet
 from tempnet.models.dual_encoder import TEXT_TEMPNET_DIRECTORY

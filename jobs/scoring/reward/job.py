@@ -26,7 +26,7 @@ from jobs.scoring.reward.description import describe_plan
 from jobs.scoring.reward.plan import RewardPlan, make_plan, refer_to_base
 from jobs.scoring.reward.pool import RolloutPool
 from jobs.scoring.reward.trainer import Figures, RewardTrainer
-from jobs.scoring.stages import check_pool
+from jobs.scoring.units import check_pool
 from pipelines.local_copy import local_copy
 from pipelines.storage import compute_digest, create_directory, read_json, resolve, write_json
 from pipelines.text.tokenization import load_tokenizer

@@ -17,10 +17,10 @@ from jobs.engine.fingerprints import model_digest
 from jobs.scoring.models import LoadedModel, ModelSpec
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
 from jobs.scoring.sentence_encoders.transfer import Labelled, pair_features, similarity_figures, transfer_accuracy
+from jobs.scoring.units import Finished
 from pipelines.local_copy import local_copy
 from pipelines.sentences.senteval import Examples, Judgements, SentenceTask
 from pipelines.sources import check_source
-from pipelines.storage import read_json
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.models.sentence_encoder import SentenceEncoder, num_positions, saved_num_tokens
 
@@ -82,13 +82,10 @@ class Cell:
         content = [_VERSION, self.model.digest, self.model.num_tokens, dict(self.options), self.data.digest]
         return hashlib.blake2b(json.dumps(content).encode(), digest_size=12).hexdigest()
 
-    def file(self, directory: str) -> str:
-        """Returns the path of the file that stores the figures."""
-        return f"{directory}/cells/{self.key}.json"
-
-    def stored(self, directory: str) -> dict[str, float] | None:
-        """Returns the stored figures, or None if the cell is not finished."""
-        return read_json(self.file(directory))
+    @property
+    def file(self) -> str:
+        """Name of the file that stores the figures."""
+        return f"{self.key}.json"
 
 
 def cells(
@@ -111,10 +108,13 @@ class CellComputer:
         self._config = config
         self._encoder = LoadedModel(self._load)
 
-    def __call__(self, cell: Cell) -> dict[str, float]:
-        """Returns accuracy or correlations, the number of sentences or pairs, and the share of texts that were cut."""
+    def __call__(self, cell: Cell) -> Finished:
+        """Compute accuracy or correlations, the number of sentences or pairs, and the share of texts that were cut."""
         encoder, tokenizer = self._encoder.get(cell.model), load_tokenizer(cell.model.path, needs_eos=False)
-        return compute(cell, encoder, tokenizer, batch_size=self._config.batch_size)
+        return Finished(
+            files={cell.file: compute(cell, encoder, tokenizer, batch_size=self._config.batch_size)},
+            num_cases=cell.data.num_lines if isinstance(cell.data, SentenceTask) else len(cell.data.first),
+        )
 
     def _load(self, spec: SentenceEncoderSpec) -> SentenceEncoder:
         model = SentenceEncoder.from_pretrained(local_copy(spec.path), autocast_dtype=_DTYPES[self._config.precision])

@@ -82,7 +82,7 @@ class Retrieval:
     def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
         """Scores the runs with `jobs.evaluate_clip`."""
         from jobs.scoring.dual_encoders.config import EvaluateClipConfig
-        from jobs.scoring.dual_encoders.launch import evaluate
+        from jobs.scoring.dual_encoders.evaluate import evaluate
 
         captions = [f"{name}={path}" for name in self.retrieval if (path := place.data.get(f"{name}_captions"))]
         columns = evaluate(
@@ -117,7 +117,7 @@ class Transfer:
     def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
         """Scores the runs with `jobs.evaluate_sentences`."""
         from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
-        from jobs.scoring.sentence_encoders.launch import evaluate, mean_accuracy
+        from jobs.scoring.sentence_encoders.evaluate import evaluate, mean_accuracy
 
         columns = evaluate(
             EvaluateSentencesConfig(
@@ -160,7 +160,7 @@ class Language:
     def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
         """Scores the runs with `jobs.evaluate_lm`."""
         from jobs.scoring.language_models.config import EvaluateConfig
-        from jobs.scoring.language_models.launch import evaluate
+        from jobs.scoring.language_models.evaluate import evaluate
         from tempnet.loading import find_tempnet
 
         predicted = [run for run in runs if find_tempnet(run.export)]

@@ -23,7 +23,7 @@ from jobs.engine.masking import masked
 from jobs.engine.metrics import MetricLogger
 from jobs.engine.tracking import TrackedRun, open_run, reconnection_uri, resolve_uri, survive_outage, where_to_browse
 from jobs.scoring.language_models.config import EvaluateConfig
-from jobs.scoring.results import publish as publish_columns
+from jobs.scoring.results import publish_evaluation
 from jobs.studies.trials.parent import publish as publish_trials
 from jobs.studies.trials.run import describe_error
 from jobs.studies.trials.searcher import RoundSearcher
@@ -166,7 +166,7 @@ def test_what_is_recorded(mlflow_uri: str, tmp_path: Path) -> None:
     evaluation = EvaluateConfig(
         models=("m",), wikitext=str(tmp_path / "text.txt"), name="a", storage=str(tmp_path), tracking=secret
     )
-    publish_columns(evaluation, columns=[], render=str, identity=[])
+    publish_evaluation(evaluation, uri="", columns=[], render=str, identity=[], failed={})
     written += (tmp_path / "a" / "results.json").read_text()
     written += describe_plan(
         config, about={}, num_units=1, unit="x", parameters="", num_trained=0, tracking_uri=secret.uri

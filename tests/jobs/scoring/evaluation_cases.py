@@ -11,13 +11,13 @@ from evaluation_support import MAX_LENGTH, QUESTIONS, BruteForce, write_lines
 from jobs.scoring.language_models.harness import Tasks, TemperedLM
 from jobs.scoring.language_models.scoring import Score, score_windows
 from jobs.scoring.language_models.temperatures import Temperature
-from jobs.scoring.language_models.windows import Window
+from jobs.scoring.language_models.windows import ScoredWindow
 
 EXAMPLES = Path(__file__).parents[3] / "benchmarks" / "tasks"
 TEMPERATURES = ["one", "fixed:0.7", "tempnet", "tempnet:1.2"]
 
 
-def scores(brute: BruteForce, windows: list[Window], names: list[str], batch_size: int = 3) -> dict[str, Score]:
+def scores(brute: BruteForce, windows: list[ScoredWindow], names: list[str], batch_size: int = 3) -> dict[str, Score]:
     brute.reset()
     functions = {name: Temperature.parse(name).function(brute.network) for name in names}
     return score_windows(brute.base, windows, functions, vocab_size=len(brute.tokenizer), batch_size=batch_size)

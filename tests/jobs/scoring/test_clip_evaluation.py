@@ -16,12 +16,11 @@ from clip_support import CLASSES, SIDE, make_clip, make_dual_encoder, make_image
 
 from jobs.scoring.dual_encoders.config import EvaluateClipConfig
 from jobs.scoring.dual_encoders.data import ZeroShot, retrieval_sources
-from jobs.scoring.dual_encoders.encoder import Encoder
-from jobs.scoring.dual_encoders.folders import ClassFolders
-from jobs.scoring.dual_encoders.images import FolderImages, read_images
-from jobs.scoring.dual_encoders.launch import clip_table
+from jobs.scoring.dual_encoders.embeddings import Embeddings, image_units, text_units
+from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, Encoder
+from jobs.scoring.dual_encoders.evaluate import clip_table
+from jobs.scoring.dual_encoders.images import ClassFolders, FolderImages, read_images
 from jobs.scoring.dual_encoders.prompts import prompts, read_class_names, read_templates
-from jobs.scoring.dual_encoders.units import DualEncoderSpec, Embeddings, EmbeddingStore, image_units, text_units
 from jobs.scoring.results import Column
 from pipelines.images.caption_files import CaptionFile
 from pipelines.problems import TooManyProblemsError
@@ -67,19 +66,6 @@ def test_units_are_found_again_where_nothing_has_changed(model: str, tmp_path: P
         (tmp_path / "copy" / "text_encoder" / "tokenizer.json").read_text() + " "
     )
     assert not set(keys(str(tmp_path / "copy"))) & set(first)
-
-
-def test_the_store_gives_back_what_was_written(model: str, tmp_path: Path) -> None:
-    store = EmbeddingStore(str(tmp_path))
-    _, unit = image_units(DualEncoderSpec.read("m", model), "fp32", "data", "x", 300)
-    rows = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
-    assert not store.has(unit)
-    store.write(unit, Embeddings(rows=rows, numbers=np.array([256, 258, 299]), problems=("ä: broken",)))
-    assert store.has(unit)
-    found = store.read(unit)
-    np.testing.assert_array_equal(found.rows, rows)
-    assert (found.numbers.tolist(), found.problems) == ([256, 258, 299], ("ä: broken",))
-    assert not list(tmp_path.rglob("*.partial"))
 
 
 def test_the_table_puts_models_side_by_side(model: str) -> None:

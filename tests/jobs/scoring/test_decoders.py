@@ -67,7 +67,7 @@ def few_rules() -> Iterator[None]:
 
 def bench(settings: BenchSettings) -> Comparison:
     worker = BenchWorker(settings)
-    return run_bench(settings, lambda units: [worker(unit) for unit in units])
+    return run_bench(settings, lambda units: [worker.do(unit) for unit in units])
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +233,7 @@ def test_learned_decoders_are_trained_on_the_choosing_half_alone(settings: Bench
     logits, hidden = torch.randn(5, VOCABULARY), torch.randn(5, 32)
     found = []
     for changed in ((), (0,), (1,)):
-        families, _ = BenchWorker(turned_round(settings, *changed))(TextUnit())
+        families, _ = BenchWorker(turned_round(settings, *changed)).do(TextUnit())
         found.append(
             {name: families[name][-1].log_probabilities(logits, hidden) for name in (ROBUST, PROPER, AUTODECO)}
         )

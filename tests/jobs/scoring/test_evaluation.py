@@ -19,7 +19,7 @@ from jobs.scoring.language_models.harness import Tasks, run_task
 from jobs.scoring.language_models.plan import make_plan
 from jobs.scoring.language_models.temperatures import Temperature, divide_
 from jobs.scoring.language_models.windows import (
-    Window,
+    ScoredWindow,
     document_windows,
     num_words,
     pair_window,
@@ -71,7 +71,7 @@ def test_every_token_is_a_target_once_and_no_window_is_too_long(brute: BruteForc
 
 def test_slices_keep_every_window_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jobs.scoring.language_models.windows.NUM_TOKENS_PER_SLICE", 10)
-    windows = [Window((0,) * length, (0,)) for length in (3, 4, 3, 1, 12, 2)]
+    windows = [ScoredWindow((0,) * length, (0,)) for length in (3, 4, 3, 1, 12, 2)]
     parts = list(slices(windows))
     assert [len(part) for part in parts] == [3, 1, 1, 1]
     assert [window for part in parts for window in part] == windows
@@ -124,7 +124,7 @@ def test_lambada_scores_as_by_brute_force_and_greedy_answers_are_counted(brute: 
     assert score.num_windows == len(LAMBADA)
     context = (brute.start, *brute.ids("the quick brown"))
     best = int(brute.logits(list(context)).argmax())
-    windows = [Window(context, (best,)), Window(context, ((best + 1) % 300,))]
+    windows = [ScoredWindow(context, (best,)), ScoredWindow(context, ((best + 1) % 300,))]
     assert scores(brute, windows, ["tempnet"])["tempnet"].num_greedy == 1
 
 

@@ -15,10 +15,8 @@ from transformers import AutoModelForCausalLM
 from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.headroom.report import figures, table, verdict
 from jobs.scoring.headroom.tables import count_documents, measured_table, read_measured
-from jobs.scoring.headroom.texts.measure import Measurer
-from jobs.scoring.headroom.texts.measurement import token_question
-from jobs.scoring.headroom.texts.settings import resolve_settings
-from jobs.scoring.temperatures.tables import write_part
+from jobs.scoring.headroom.texts import Measurer, resolve_settings, token_question
+from jobs.scoring.units import UnitStore, to_parquet
 from tempnet.headroom.features import Tokens
 from tempnet.headroom.profile import Profiles
 from tempnet.headroom.run import run_headroom_test
@@ -75,7 +73,7 @@ def test_tables_give_back_the_tokens_and_number_the_documents(model: Path, text:
     tokens = measurer(model, text).measure(documents())
     places = np.repeat(np.arange(6), [len(ids) for ids in documents()])
     for file in ("part-0.parquet", "part-1.parquet"):
-        write_part(measured_table(tokens, places, num_documents=6), str(tmp_path), file)
+        UnitStore(str(tmp_path)).write({file: to_parquet(measured_table(tokens, places, num_documents=6))})
     files = ["part-0.parquet", "part-1.parquet"]
     (first, numbers), (_, later) = read_measured(str(tmp_path), files)
     assert count_documents(str(tmp_path), files) == 12

@@ -16,15 +16,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.headroom.pairs.galleries import Window, galleries, windows
-from jobs.scoring.headroom.pairs.measure import EmbeddedWindow, WindowMeasurer
-from jobs.scoring.headroom.pairs.measurement import FEATURES
-from jobs.scoring.headroom.pairs.settings import resolve_settings
-from jobs.scoring.headroom.pairs.unit import CANDIDATES, find_unit_tau
+from jobs.scoring.headroom.galleries import (
+    CANDIDATES,
+    EmbeddedWindow,
+    ImageRange,
+    WindowMeasurer,
+    find_unit_tau,
+    galleries,
+    windows,
+)
+from jobs.scoring.headroom.pairs import FEATURES, resolve_settings
 from jobs.scoring.headroom.questions import Question
 from jobs.scoring.headroom.report import figures, metrics, summary, verdict
 from jobs.scoring.headroom.tables import count_documents, read_measured
-from jobs.scoring.temperatures.tables import write_part
+from jobs.scoring.units import UnitStore
 from tempnet.headroom.features import Tokens
 from tempnet.headroom.run import HeadroomTest, run_headroom_test
 from tempnet.intervals import Interval
@@ -43,7 +48,9 @@ def some_pairs(num_images: int) -> EmbeddedWindow:
     owners = np.repeat(np.arange(num_images), [1 + number % 4 for number in range(num_images)])
     images = unit_rows(num_images, SIZE, generator)
     texts = torch.nn.functional.normalize(images[owners] + 0.5 * unit_rows(len(owners), SIZE, generator), dim=-1)
-    return EmbeddedWindow(window=Window(0, 0, num_images), images=images.numpy(), texts=texts.numpy(), owners=owners)
+    return EmbeddedWindow(
+        window=ImageRange(0, 0, num_images), images=images.numpy(), texts=texts.numpy(), owners=owners
+    )
 
 
 @given(st.integers(1, 500), st.integers(3, 20), st.integers(0, 3))
@@ -61,7 +68,7 @@ def test_every_image_is_a_query_once_among_as_many_others(num_images: int, size:
 
 def test_images_are_dealt_out_at_random() -> None:
     orders = [
-        np.concatenate([gallery.images for gallery in galleries(Window(number, 0, 80), 10, seed)]).tolist()
+        np.concatenate([gallery.images for gallery in galleries(ImageRange(number, 0, 80), 10, seed)]).tolist()
         for number, seed in ((0, 0), (0, 1), (1, 0))
     ]
     assert orders[0] != orders[1] != orders[2] != orders[0]
@@ -108,7 +115,7 @@ def drawn(slope: float) -> tuple[EmbeddedWindow, Tensor]:
     owners = torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
     order = owners.argsort(stable=True)  # captions of an image are adjacent
     pairs = EmbeddedWindow(
-        window=Window(0, 0, NUM_IMAGES),
+        window=ImageRange(0, 0, NUM_IMAGES),
         images=images.numpy(),
         texts=texts[order].numpy(),
         owners=owners[order].numpy(),
@@ -220,9 +227,9 @@ def test_a_best_constant_out_of_reach_is_said() -> None:
 
 def test_a_pair_belongs_to_its_image_in_tables_of_both_directions(tmp_path: Path) -> None:
     pairs = some_pairs(23)
-    _, tables = WindowMeasurer(unit_tau=TAU, gallery_images=9, seed=0)(pairs)
-    for direction, table in tables.items():
-        write_part(table, str(tmp_path), direction)
+    finished = WindowMeasurer(unit_tau=TAU, gallery_images=9, seed=0)(pairs)
+    UnitStore(str(tmp_path)).write(finished.files)
+    for direction in finished.files:
         ((_, images),) = read_measured(str(tmp_path), [direction])
         assert images.tolist() == pairs.owners.tolist()
         assert count_documents(str(tmp_path), [direction]) == 23

@@ -18,14 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from jobs.predict_temperatures import main
 from jobs.scoring.config import LanguageModelPool
-from jobs.scoring.temperatures.pairs.labels import distinct_rows
-from jobs.scoring.temperatures.tables import part_file
-from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
-from jobs.scoring.temperatures.texts.predictor import Predictor
-from jobs.scoring.temperatures.texts.settings import claim_output, list_sources, resolve_settings
-from jobs.scoring.temperatures.texts.totals import Totals
-from jobs.scoring.temperatures.texts.windows import batches, windows_of
-from jobs.scoring.temperatures.texts.write import document_table, read_totals, write_table
+from jobs.scoring.temperatures.config import PredictTemperaturesConfig
+from jobs.scoring.temperatures.pages import distinct_rows
+from jobs.scoring.temperatures.tables import Totals, document_table, encode_table, read_totals
+from jobs.scoring.temperatures.texts import Predictor, resolve_settings
+from jobs.scoring.texts import batches, list_sources, windows_of
+from jobs.scoring.units import UnitStore, part_file
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.inference import can_fold
 from tempnet.network import PAIRED_DIRECTORY, TempNet
@@ -121,7 +119,7 @@ def test_figures_of_a_table_are_those_of_its_lists(model: Path, text: Path, tmp_
         assert row["entropy_mean"] == pytest.approx(np.mean(row["entropy"]))
         expected = spearmanr(row["tau"], row["entropy"]).statistic if row["num_tokens"] > 1 else 0.0
         assert row["tau_entropy_spearman"] == pytest.approx(expected)
-    write_table(table, totals, str(tmp_path), part_file(0, 0))
+    UnitStore(str(tmp_path)).write({part_file(0, 0): encode_table(table, totals)})
     assert [path.name for path in tmp_path.iterdir()] == ["part-00000-00000.parquet"]
     assert read_totals(str(tmp_path), "part-00000-00000.parquet") == totals
     assert all(b"unit" in table.schema.field(name).metadata for name in table.schema.names)
@@ -162,23 +160,23 @@ def test_a_directory_is_read_as_archives_or_else_as_plain_text(tmp_path: Path) -
 def test_another_configuration_is_refused_with_what_differs(model: Path, text: Path, tmp_path: Path) -> None:
     output = str(tmp_path / "output")
     settings, archives = resolve_settings(config_of(model, text))
-    claim_output(output, settings.record(archives))
+    UnitStore(output).claim(settings.record(archives))
     again, _ = resolve_settings(config_of(model, text, batch_size=3, workers=LanguageModelPool(num_workers=5)))
-    claim_output(output, again.record(archives))
+    UnitStore(output).claim(again.record(archives))
     other, _ = resolve_settings(config_of(model, text, stride=3))
     with pytest.raises(ValueError, match=r"begun with other settings.*stride: 8 → 3$"):
-        claim_output(output, other.record(archives))
+        UnitStore(output).claim(other.record(archives))
     trained = save_tiny_model(tmp_path / "trained")
     network = TempNet.from_pretrained(trained / PAIRED_DIRECTORY)
     torch.nn.init.ones_(network.pool_weight)
     network.save_pretrained(trained / PAIRED_DIRECTORY)
     other, _ = resolve_settings(config_of(trained, text))
     with pytest.raises(ValueError, match=r"tempnet_digest: '\w+' → '\w+'$"):
-        claim_output(output, other.record(archives))
+        UnitStore(output).claim(other.record(archives))
     more = text.with_name("more.jsonl")
     more.write_text('"text"\n')
     with pytest.raises(ValueError, match=r"archive more.jsonl \(bytes\): None → 7"):
-        claim_output(output, settings.record([*archives, *list_sources(str(more))]))
+        UnitStore(output).claim(settings.record([*archives, *list_sources(str(more))]))
 
 
 @st.composite

@@ -24,7 +24,7 @@ from jobs.scoring.config import LanguageModelPool
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.language_models.harness import Tasks
 from jobs.scoring.playground.config import PlaygroundConfig
-from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
+from jobs.scoring.temperatures.config import PredictTemperaturesConfig
 from pipelines.text.tokenization import train_bpe
 from tempnet import TempNet, TempNetConfig
 from tests.jobs.scoring.evaluation_cases import EXAMPLES

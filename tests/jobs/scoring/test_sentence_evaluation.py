@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel
 from jobs.scoring.results import Column
 from jobs.scoring.sentence_encoders.cells import CellComputer, SentenceEncoderSpec, cells
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
-from jobs.scoring.sentence_encoders.launch import read_data, sentence_table
+from jobs.scoring.sentence_encoders.evaluate import read_data, sentence_table
 from jobs.scoring.sentence_encoders.transfer import (
     INVERSE_STRENGTHS,
     Labelled,
@@ -149,14 +149,14 @@ def test_a_cell_is_known_by_what_decides_its_figures(model: str, data: Path) -> 
     other = dataclasses.replace(config, seed=1)
     changed = [cell.key for cell in cells(other, specs, read_data(other))]
     assert [new == cell.key for new, cell in zip(changed, found, strict=True)] == [False, False, True]
-    figures = CellComputer(config)(found[0])
+    figures = CellComputer(config)(found[0]).files[found[0].file]
     assert figures["num_sentences"] == 40
     assert figures["accuracy"] > 0.7  # The class is a word of the sentence.
     # Every word is one token, and a sentence has two special tokens more.
     sentences = [line.split() for file in (data / "MR").iterdir() for line in file.read_text().splitlines()]
     assert 0 < figures["share_cut"] == sum(len(words) + 2 > 12 for words in sentences) / 40 < 1
-    assert CellComputer(dataclasses.replace(config, batch_size=3))(found[0]) == figures
-    assert CellComputer(config)(found[2])["num_pairs"] == 3
+    assert CellComputer(dataclasses.replace(config, batch_size=3))(found[0]).files == {found[0].file: figures}
+    assert CellComputer(config)(found[2]).num_cases == 3
 
 
 def test_what_is_wrong_with_the_data_is_said(model: str, data: Path, tmp_path: Path) -> None:

@@ -19,14 +19,13 @@ from jobs.calibrate import main as calibrate
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.generation.sampling import Request, Sampler
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.headroom.texts.measure import Measurer
-from jobs.scoring.headroom.texts.settings import resolve_settings as resolve_headroom
-from jobs.scoring.language_models.windows import Window
+from jobs.scoring.headroom.texts import Measurer
+from jobs.scoring.headroom.texts import resolve_settings as resolve_headroom
+from jobs.scoring.language_models.windows import ScoredWindow
 from jobs.scoring.playground.config import PlaygroundConfig
 from jobs.scoring.playground.streams import Playground
-from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
-from jobs.scoring.temperatures.texts.predictor import Predictor
-from jobs.scoring.temperatures.texts.settings import resolve_settings
+from jobs.scoring.temperatures.config import PredictTemperaturesConfig
+from jobs.scoring.temperatures.texts import Predictor, resolve_settings
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.base_model import load_base
 from tempnet.devices import DeviceMap
@@ -93,7 +92,7 @@ def test_generated_texts(gpt2: Path, spread: DeviceMap, temperature: str) -> Non
 
 
 def test_scores_and_the_harness(export: str, brute: BruteForce, monkeypatch: pytest.MonkeyPatch) -> None:
-    windows = [Window(inputs=(1, 5, 9, 4), targets=(9, 4, 7)), Window(inputs=(2, 3), targets=(3, 8))]
+    windows = [ScoredWindow(inputs=(1, 5, 9, 4), targets=(9, 4, 7)), ScoredWindow(inputs=(2, 3), targets=(3, 8))]
     names = ["one", "tempnet"]
     expected = scores(brute, windows, names)
     lm = harness(brute, "tempnet")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +35,17 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 from jobs import analyse, evaluate_clip, evaluate_lm, predict_temperatures
-from jobs.scoring.dual_encoders import data, encoding
+from jobs.scoring import units as units_module
+from jobs.scoring.dual_encoders import data
 from jobs.scoring.dual_encoders.prompts import read_templates
+from jobs.scoring.headroom import pairs as measurement
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.headroom.pairs import measurement
 from jobs.scoring.headroom.tables import read_measured
-from jobs.scoring.language_models import launch
 from jobs.scoring.language_models.windows import num_words, read_lambada, wikitext_pages
-from jobs.scoring.stages import Stages
-from jobs.scoring.temperatures.pairs import job as pairs_job
-from jobs.scoring.temperatures.texts import job as texts_job
-from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
-from jobs.scoring.temperatures.texts.predictor import Predictor
-from jobs.scoring.temperatures.texts.settings import resolve_settings
+from jobs.scoring.temperatures import pairs as pairs_job
+from jobs.scoring.temperatures.config import PredictTemperaturesConfig
+from jobs.scoring.temperatures.texts import Predictor, resolve_settings
+from jobs.scoring.units import ScoringFailedError, UnitStore, Work, Worker, read_unit
 from pipelines.images.captions import CaptionNoise
 from pipelines.images.temperature_table import read_table
 from pipelines.storage import write_json
@@ -63,31 +61,24 @@ Pairs = tuple[Path, list[np.ndarray], list[str], list[int]]
 """Directory of images with captions, the readable images, their captions, and the image of each caption."""
 
 
-def run_here(
-    stages: Stages[Any], units: Sequence[Any], pool: Any, *, title: Any, keep: Any, say: Any = print
-) -> dict[str, str]:
-    """Take the place of `run_stages` in this process."""
-    model, failed = stages.model(), {}
-    for unit in units:
-        try:
-            results = [model(item) for item in (stages.read(unit) if stages.read else [unit])]
-        except Exception as error:
-            failed[title(unit)] = f"{type(error).__name__}: {error}"
-            continue
-        for result in results:
-            keep(unit, stages.write(result) if stages.write else result, 1.0)
-    return failed
+def rows_here(units: Sequence[Any], work: Work[Any], pool: Any, store: UnitStore | None) -> Iterator[Any]:
+    """Take the place of `run_rows` in this process: the same reader and the same worker, one row after the other."""
+    worker = Worker(work.model, store, 1)
+    for number, unit in enumerate(units):
+        row = units_module._Row(unit=number, item=unit, num_items=None if work.read else 1)
+        for batch in read_unit(row.in_batch(), work.read) if work.read else [row.in_batch()]:
+            yield from worker(batch)["item"]
 
 
 @pytest.fixture(autouse=True)
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep jobs from Ray, and cut their work into small units."""
-    places: dict[str, Any] = {"run_stages": run_here, "start_ray": lambda: None, "check_pool": lambda pool, reads: None}
-    for module in (launch, encoding, data, texts_job, pairs_job, measurement):
-        for name in places.keys() & vars(module).keys():
-            monkeypatch.setattr(module, name, places[name])
+    monkeypatch.setattr(units_module, "run_rows", rows_here)
+    for module in (units_module, data, pairs_job, measurement):
+        monkeypatch.setattr(module, "start_ray", lambda: None)
+        monkeypatch.setattr(module, "check_pool", lambda pool, reads: None, raising=False)
     monkeypatch.setattr("jobs.scoring.language_models.windows.NUM_TOKENS_PER_SLICE", 48)
-    monkeypatch.setattr("jobs.scoring.dual_encoders.units.NUM_IMAGES_PER_UNIT", 8)
+    monkeypatch.setattr("jobs.scoring.dual_encoders.embeddings.NUM_IMAGES_PER_UNIT", 8)
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +292,7 @@ def test_headroom_of_pairs_is_measured_of_every_embedding(
     weights = load_file(tmp_path / "clip" / "model.safetensors")
     weights["visual_projection.weight"].fill_(torch.nan)
     save_file(weights, tmp_path / "clip" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"the embeddings of 8 of 8 images \(0 to 7\) are NaN or infinite"):
+    with pytest.raises(ScoringFailedError, match=r"the embeddings of 8 of 8 images \(0 to 7\) are NaN or infinite"):
         measure(models[0])
 
 

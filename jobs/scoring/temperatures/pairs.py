@@ -1,7 +1,8 @@
-"""The job: prepared archives → parts of their pairs → a pool of models → tables; it writes only missing parts.
+"""Temperatures of image–text pairs: checked settings, and prepared archives → parts of their pairs → a pool → tables.
 
-The tables depend neither on the number of workers nor on the order in which parts are finished. Images are resized and
-centre-cropped, and captions are used as they were written: nothing is random.
+A job that is started again writes only the missing parts. The tables depend neither on the number of workers nor on the
+order in which parts are finished. Images are resized and centre-cropped, and captions are used as they were written:
+nothing is random. All checks that need no images happen before Ray is started.
 
 Shapes: n pairs of a part, m images of it, S pixels per side, d size of the embedding.
 """
@@ -11,31 +12,122 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import torch
 
 from jobs.engine.cluster import start_ray
+from jobs.engine.fields import absolute_path
+from jobs.engine.fingerprints import tempnet_digest
 from jobs.scoring.config import PoolSection
-from jobs.scoring.dual_encoders.encoder import Encoder, caption_encoder
-from jobs.scoring.stages import ScoringFailedError, Stages, check_pool, run_stages
-from jobs.scoring.temperatures.pairs.settings import PairPredictionSettings
-from jobs.scoring.temperatures.tables import SUMMARY_FILE, existing_parts, part_file, write_part
+from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, Encoder, caption_encoder, model_record, pairs_record
+from jobs.scoring.models import model_labels
+from jobs.scoring.temperatures.config import SUMMARY_FILE, PredictPairTemperaturesConfig
+from jobs.scoring.units import Finished, UnitStore, Work, check_pool, map_units, part_file, to_parquet
+from jobs.tasks.base import naming_field
 from pipelines.images.captions import CaptionNoise
 from pipelines.images.manifest import ImageManifest, read_index
 from pipelines.images.pairs import PairSource
-from pipelines.images.prepare import describe, prepare_images
+from pipelines.images.prepare import PrepareImagesConfig, check_source, describe, prepare_images
 from pipelines.images.temperature_table import read_table, table_schema
 from pipelines.local_copy import local_copy
 from pipelines.storage import write_json
-from tempnet.models.dual_encoder import load_pair_tempnets
+from tempnet.models.dual_encoder import (
+    IMAGE_TEMPNET_DIRECTORY,
+    TEXT_TEMPNET_DIRECTORY,
+    DualEncoder,
+    load_pair_tempnets,
+)
+from tempnet.network import TempNet
 from tempnet.statistics import BOUND_SHARE
 
+FORMAT_VERSION = 1
 PREPARED_DIRECTORY = "_prepared"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairPredictionSettings:
+    """Settings for the workers; local paths are absolute, because a worker has its own working directory."""
+
+    images: PrepareImagesConfig
+    model: DualEncoderSpec
+    tempnet: str
+    batch_size: int
+    precision: Literal["fp32", "bf16"]
+    part_pairs: int
+    with_embeddings: bool
+    tau_ranges: tuple[tuple[float, float], tuple[float, float]]
+    """[τ₀, τ_max] at inference, for images and for texts."""
+    tempnet_digests: tuple[str, str]
+    noise: CaptionNoise = field(default_factory=CaptionNoise)
+    """Noise that is added to the captions before their temperatures are predicted."""
+
+    def record(self) -> dict[str, Any]:
+        """Returns everything that decides the table, as a flat mapping.
+
+        The locations of files, the batch size and the tolerated share of problems do not belong to it. The contents of
+        archives are identified by their sizes; an archive that changes while it is read is detected by checksums.
+        """
+        names = ("precision", "part_pairs", "with_embeddings")
+        return {
+            "version": FORMAT_VERSION,
+            "kind": "image-text pairs",
+            **{name: getattr(self, name) for name in names},
+            **model_record(self.model),
+            "tempnet_image": self.tempnet_digests[0],
+            "tempnet_text": self.tempnet_digests[1],
+            **({"caption_noise": [self.noise.share, self.noise.seed]} if self.noise.share else {}),
+            **pairs_record(self.images),
+        }
+
+
+def resolve_settings(config: PredictPairTemperaturesConfig) -> PairPredictionSettings:
+    """Returns the settings for a configuration.
+
+    Raises:
+        FileNotFoundError, OSError: if images, captions, the model or a TempNet are missing.
+        ValueError: if they do not fit together.
+    """
+    images = PrepareImagesConfig(
+        source=absolute_path(config.images),
+        captions=absolute_path(config.captions),
+        splits=config.splits,
+        max_bad_share=config.max_bad_share,
+    )
+    check_source(images)
+    tempnet = config.tempnet or config.model
+    with naming_field("tempnet = " if config.tempnet else "model = "):
+        networks = load_pair_tempnets(local_copy(tempnet))
+    (label,) = model_labels([config.model])
+    model = DualEncoderSpec.read(label, config.model, field="model")
+    caption_encoder(model, field="model")
+    embedding_size = DualEncoder.from_pretrained(local_copy(model.path)).config.embedding_size
+    for name, network in zip((IMAGE_TEMPNET_DIRECTORY, TEXT_TEMPNET_DIRECTORY), networks, strict=True):
+        if network.config.kind != "embeddings" or network.config.input_size != embedding_size:
+            raise ValueError(
+                f"{tempnet}/{name} reads {network.config.input_size} {network.config.kind}, the embeddings of "
+                f"{config.model} have a size of {embedding_size}"
+            )
+    return PairPredictionSettings(
+        images=images,
+        model=model,
+        tempnet=absolute_path(tempnet),
+        batch_size=config.batch_size,
+        precision=config.precision,
+        part_pairs=config.part_pairs,
+        with_embeddings=config.with_embeddings,
+        tau_ranges=(_tau_range(networks[0]), _tau_range(networks[1])),
+        tempnet_digests=(tempnet_digest(networks[0]), tempnet_digest(networks[1])),
+    )
+
+
+def _tau_range(network: TempNet) -> tuple[float, float]:
+    config = network.config
+    return config.tau_min, config.tau_max if config.tau_max_eval is None else config.tau_max_eval
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +185,9 @@ class _PartPredictor:
         self._predictor = PairPredictor(settings, use_gpu=use_gpu)
         self._with_embeddings = settings.with_embeddings
 
-    def __call__(self, decoded: _DecodedPart) -> tuple[_Part, pa.Table]:
+    def __call__(self, decoded: _DecodedPart) -> Finished:
         pairs = decoded.pairs
-        # Copied because torch needs writable memory, and the object store's is not.
-        image_rows, image_tau = self._predictor.images(decoded.images.copy())
+        image_rows, image_tau = self._predictor.images(decoded.images)
         text_rows, text_tau = self._predictor.texts(pairs["caption"].to_pylist())
         of_pair = pairs["image"].to_numpy()
         columns: dict[str, Any] = {name: pairs[name] for name in ("id", "key", "caption")}
@@ -107,7 +198,8 @@ class _PartPredictor:
                 name: pa.FixedSizeListArray.from_arrays(embeddings.ravel(), size)
                 for name, embeddings in (("image_embedding", image_rows[of_pair]), ("text_embedding", text_rows))
             }
-        return decoded.part, pa.table(columns, schema=table_schema(size if self._with_embeddings else None))
+        table = pa.table(columns, schema=table_schema(size if self._with_embeddings else None))
+        return Finished(files={decoded.part.file: to_parquet(table)}, num_cases=table.num_rows)
 
 
 def predict_pairs(
@@ -132,39 +224,25 @@ def predict_pairs(
     manifest = prepare_images(settings.images, f"{output}/{PREPARED_DIRECTORY}", max_bad_share_field="max_bad_share")
     say(describe(manifest))
     parts = _parts(manifest, settings.part_pairs)
-    done = existing_parts(output)
+    store = UnitStore(output)
+    done = store.parts()
     missing = [part for part in parts if part.file not in done]
     if len(missing) < len(parts):
         say(f"{output} holds {len(parts) - len(missing)} of {len(parts)} parts")
-    num_pairs = 0
-
-    def title(part: _Part) -> str:
-        return f"{manifest.shards[part.shard].archive.rsplit('/', 1)[-1]} part {part.number}"
-
-    def write(predicted: tuple[_Part, pa.Table]) -> int:
-        part, table = predicted
-        write_part(table, output, part.file)
-        return int(table.num_rows)
-
-    def keep(part: _Part, num_rows: int, seconds: float) -> str:
-        nonlocal num_pairs
-        num_pairs += num_rows
-        return f"{num_rows} pairs, {num_rows / seconds:,.0f} pairs/s"
-
     source = PairSource(
         manifest=manifest, tokenizer=caption_encoder(settings.model).tokenizer, image_size=settings.model.image_size
     )
-    stages: Stages[_Part] = Stages(
+    work: Work[_Part] = Work(
         read=partial(_read, source, settings.noise),
         model=partial(_PartPredictor, settings, workers.use_gpu),
-        write=write,
+        title=lambda part: f"{manifest.shards[part.shard].archive.rsplit('/', 1)[-1]} part {part.number}",
+        noun="pairs",
     )
-    failed = run_stages(stages, missing, workers, title=title, keep=keep, say=say)
-    if failed:
-        raise ScoringFailedError(failed)
+    outcome = map_units(missing, work, workers, store, say=say)
+    outcome.check()
     summary = _summary(settings, manifest, len(parts), output)
     write_json(f"{output}/{SUMMARY_FILE}", summary)
-    return summary | {"num_pairs_now": num_pairs, "seconds_now": time.monotonic() - started}
+    return summary | {"num_pairs_now": outcome.num_cases, "seconds_now": time.monotonic() - started}
 
 
 def _parts(manifest: ImageManifest, part_pairs: int) -> list[_Part]:

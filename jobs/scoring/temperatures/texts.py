@@ -1,4 +1,6 @@
-"""Predicting τ, and the entropy at τ = 1, of every token of documents.
+"""Predicting τ, and the entropy at τ = 1, of every token of documents: checked settings, and the predictor.
+
+All checks happen before Ray is started or the base model is loaded.
 
 Shapes: B windows, T positions of the longest window, N new tokens of a batch, d hidden size, V effective vocabulary.
 """
@@ -7,24 +9,125 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AutoConfig
 
-from jobs.scoring.temperatures.texts.settings import PredictionSettings
-from jobs.scoring.temperatures.texts.windows import Window, batches, windows_of
+from jobs.engine.fields import absolute_path
+from jobs.engine.fingerprints import model_digest, tempnet_digest
+from jobs.scoring.temperatures.config import PredictTemperaturesConfig
+from jobs.scoring.texts import ReadingWindow, archive_sizes, batches, choose_windows, list_sources, windows_of
+from jobs.tasks.base import naming_field
+from pipelines.archives import Archive
 from pipelines.local_copy import local_copy
+from pipelines.text.tokenization import document_start_id, load_tokenizer, tokenizer_digest
 from tempnet.devices import DeviceMap, input_device, move_base
 from tempnet.inference import CachedFold, can_fold
-from tempnet.loading import load_causal_lm
+from tempnet.loading import load_causal_lm, load_tempnet
 from tempnet.models.output_head import output_weight
+from tempnet.network import TempNet
+from tempnet.weights import check_weight_files
 
 # Maximum number of logits held in float32 at a time (64 MiB).
 _NUM_LOGITS_AT_ONCE = 1 << 24
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictionSettings:
+    """Settings for the workers; local paths are absolute, because a worker has its own working directory."""
+
+    source: str
+    model: str
+    tempnet: str
+    text_field: str
+    context_length: int
+    stride: int
+    batch_size: int
+    precision: Literal["fp32", "bf16", "int8", "fp8"]
+    with_entropy: bool
+    per_token: bool
+    max_documents: int
+    part_characters: int
+    bos_id: int
+    tau_min: float
+    tau_max: float
+    """The range of τ at inference is [tau_min, tau_max]."""
+    model_digest: str
+    tempnet_digest: str
+    tokenizer_digest: str
+
+    def record(self, archives: list[Archive]) -> dict[str, Any]:
+        """Returns everything that decides the tables, as a flat mapping, without file locations and the batch size."""
+        left_out = ("source", "model", "tempnet", "batch_size")
+        values = {name: value for name, value in asdict(self).items() if name not in left_out}
+        return {"version": FORMAT_VERSION, **values, **archive_sizes(self.source, archives)}
+
+
+def resolve_settings(config: PredictTemperaturesConfig) -> tuple[PredictionSettings, list[Archive]]:
+    """Returns the settings and the archives of a configuration.
+
+    Raises:
+        FileNotFoundError, OSError: if the text, the model or the TempNet is missing.
+        ValueError: if they do not fit together, or a field does not fit them.
+    """
+    archives = list_sources(config.text)
+    return model_settings(config), archives
+
+
+def model_settings(config: PredictTemperaturesConfig) -> PredictionSettings:
+    """Returns the settings of a configuration without looking at its text.
+
+    Raises:
+        FileNotFoundError, OSError: if the model or the TempNet is missing.
+        ValueError: if they do not fit together, or a field does not fit them.
+    """
+    with naming_field("tempnet = " if config.tempnet else "model = "):
+        network = load_tempnet(local_copy(config.tempnet or config.model))
+    tokenizer = load_tokenizer(config.model)
+    check_weight_files(place := local_copy(config.model))
+    base = AutoConfig.from_pretrained(place, trust_remote_code=False).get_text_config()
+    _check_vocabulary(config.model, network, num_tokens=len(tokenizer), num_logits=base.vocab_size)
+    context_length, stride = choose_windows(config.model, base, config.context_length, config.stride)
+    return PredictionSettings(
+        source=absolute_path(config.text),
+        model=absolute_path(config.model),
+        tempnet=absolute_path(config.tempnet or config.model),
+        text_field=config.text_field,
+        context_length=context_length,
+        stride=stride,
+        batch_size=config.batch_size,
+        precision=config.precision,
+        with_entropy=config.with_entropy,
+        per_token=config.per_token,
+        max_documents=config.max_documents,
+        part_characters=config.part_characters,
+        bos_id=document_start_id(tokenizer),
+        tau_min=network.config.tau_min,
+        tau_max=network.config.tau_max if network.config.tau_max_eval is None else network.config.tau_max_eval,
+        model_digest=model_digest(config.model),
+        tempnet_digest=tempnet_digest(network),
+        tokenizer_digest=tokenizer_digest(tokenizer),
+    )
+
+
+def _check_vocabulary(model: str, network: TempNet, *, num_tokens: int, num_logits: int) -> None:
+    if network.config.kind == "embeddings":
+        raise ValueError(f"the TempNet of {model} reads embeddings, not the logits of a language model")
+    if num_tokens != network.config.input_size:
+        raise ValueError(
+            f"the tokenizer of {model} has {num_tokens} tokens, its TempNet was built for a vocabulary of "
+            f"{network.config.input_size}"
+        )
+    if num_logits < network.config.input_size:
+        raise ValueError(
+            f"the TempNet was built for a vocabulary of {network.config.input_size}, {model} has {num_logits} logits"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +185,7 @@ class Predictor:
                 figures[window.document][: len(part), window.first : window.stop] = part
         return [Prediction(tau=tau, entropy=entropy if settings.with_entropy else None) for tau, entropy in figures]
 
-    def _predict_batch(self, streams: Sequence[Tensor], batch: Sequence[Window]) -> Tensor:
+    def _predict_batch(self, streams: Sequence[Tensor], batch: Sequence[ReadingWindow]) -> Tensor:
         """Returns (1 or 2, N) for a batch's new tokens, window after window: τ, and the entropy if it is requested."""
         num_positions = max(window.num_positions for window in batch)
         input_ids = torch.full((len(batch), num_positions), self._settings.bos_id)

@@ -1,8 +1,9 @@
-"""Measuring image–text pairs: prepared images → embeddings → galleries → tables of both directions.
+"""The predictions of an image–text model: checked settings, and prepared images → embeddings → galleries → tables.
 
 The encoders see every image and caption once: embeddings are kept in the output, in the store of `jobs.evaluate_clip`. A
-job that is started again encodes and measures only what its output still lacks. The tables depend neither on the
-number of workers nor on the order in which units are finished.
+job that is started again encodes and measures only what its output still lacks. The tables, one for each direction,
+depend neither on the number of workers nor on the order in which units are finished. How many images can be read is
+known only once they are prepared; all else is checked before Ray is started.
 """
 
 from __future__ import annotations
@@ -10,42 +11,113 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-import pyarrow as pa
 
 from jobs.engine.cluster import start_ray
-from jobs.scoring.dual_encoders.encoder import caption_encoder
-from jobs.scoring.dual_encoders.encoding import encode_missing
+from jobs.engine.fields import absolute_path
+from jobs.scoring.dual_encoders.embeddings import (
+    EncodingUnit,
+    embedding_store,
+    encode_missing,
+    image_units,
+    read_embeddings,
+    text_units,
+)
+from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, caption_encoder, model_record, pairs_record
 from jobs.scoring.dual_encoders.images import PairImages
-from jobs.scoring.dual_encoders.units import Embeddings, EmbeddingStore, Unit, image_units, text_units
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.headroom.pairs.galleries import Window, windows
-from jobs.scoring.headroom.pairs.measure import DIRECTIONS, EmbeddedWindow, WindowMeasurer
-from jobs.scoring.headroom.pairs.settings import PairHeadroomSettings, resolve_settings
-from jobs.scoring.headroom.pairs.unit import find_unit_tau
+from jobs.scoring.headroom.galleries import (
+    DIRECTIONS,
+    EmbeddedWindow,
+    ImageRange,
+    WindowMeasurer,
+    find_unit_tau,
+    windows,
+)
 from jobs.scoring.headroom.questions import Question
-from jobs.scoring.stages import ScoringFailedError, Stages, check_pool, run_stages
-from jobs.scoring.temperatures.tables import existing_parts, part_file, write_part
-from pipelines.images.prepare import describe, prepare_images
+from jobs.scoring.models import model_labels
+from jobs.scoring.units import ScoringFailedError, UnitStore, Work, check_pool, map_units
+from jobs.tasks.base import naming_field
+from pipelines.images.prepare import PrepareImagesConfig, check_source, describe, prepare_images
+from pipelines.local_copy import local_copy
+from tempnet.models.training_temperature import load_training_temperature
 
 PREPARED_DIRECTORY = "_prepared"
+FORMAT_VERSION = 1
 FEATURES = {"scalars": "scalars of the scores", "hidden": "embedding", "both": "both"}
 _NOUNS = {"image_to_text": ("image", "caption"), "text_to_image": ("caption", "image")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairHeadroomSettings:
+    """Settings for the workers; local paths are absolute, because a worker has its own working directory."""
+
+    images: PrepareImagesConfig
+    model: DualEncoderSpec
+    own_tau: float | None
+    """The constant temperature that the model was trained at; None if it has none."""
+    precision: Literal["fp32", "bf16"]
+    batch_size: int
+    gallery_images: int
+    gallery_seed: int
+
+    def record(self) -> dict[str, Any]:
+        """Returns everything that decides what is measured, as a flat mapping."""
+        names = ("own_tau", "precision", "gallery_images", "gallery_seed")
+        return {
+            "version": FORMAT_VERSION,
+            "kind": "image-text pairs",
+            **{name: getattr(self, name) for name in names},
+            **model_record(self.model),
+            **pairs_record(self.images),
+        }
+
+
+def resolve_settings(config: Headroom) -> PairHeadroomSettings:
+    """Returns the settings for a configuration with images.
+
+    Raises:
+        FileNotFoundError, OSError: if images, captions or the model are missing.
+        ValueError: naming the field, if they do not fit together or the model is none of images and texts.
+    """
+    assert config.precision in ("fp32", "bf16")
+    images = PrepareImagesConfig(
+        source=absolute_path(config.images),
+        captions=absolute_path(config.captions),
+        splits=config.splits,
+        max_bad_share=config.max_bad_share,
+    )
+    with naming_field("images: "):
+        check_source(images)
+    (label,) = model_labels([config.model])
+    model = DualEncoderSpec.read(label, config.model, field="model")
+    caption_encoder(model, field="model")
+    with naming_field("model: "):
+        own_tau = load_training_temperature(local_copy(model.path))
+    return PairHeadroomSettings(
+        images=images,
+        model=model,
+        own_tau=own_tau,
+        precision=config.precision,
+        batch_size=config.batch_size,
+        gallery_images=config.gallery_images,
+        gallery_seed=config.gallery_seed,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Embedded:
     """Where the embeddings of all pairs are."""
 
-    store: EmbeddingStore
-    images: list[Unit]
-    texts: list[Unit]
+    store: UnitStore
+    images: list[EncodingUnit]
+    texts: list[EncodingUnit]
     owners: np.ndarray
     """(t,) number of the image that each caption belongs to; it never falls."""
 
-    def read(self, window: Window) -> EmbeddedWindow:
+    def read(self, window: ImageRange) -> EmbeddedWindow:
         """Read the embeddings of a window."""
         first, stop = np.searchsorted(self.owners, [window.first, window.stop])
         return EmbeddedWindow(
@@ -55,10 +127,10 @@ class _Embedded:
             owners=self.owners[first:stop] - window.first,
         )
 
-    def _rows(self, units: list[Unit], first: int, stop: int) -> np.ndarray:
+    def _rows(self, units: list[EncodingUnit], first: int, stop: int) -> np.ndarray:
         """Return the rows of the images, or texts, first … stop − 1."""
         chosen = [unit for unit in units if unit.start < stop and unit.stop > first]
-        rows = Embeddings.join([self.store.read(unit) for unit in chosen]).rows
+        rows = read_embeddings(self.store, chosen).rows
         return rows[first - chosen[0].start : stop - chosen[0].start]
 
 
@@ -97,7 +169,7 @@ class PairMeasurement:
         """Encode and measure what is missing in `output`, and return a question for each direction.
 
         Raises:
-            ValueError: if there are fewer images than folds, or embeddings are not finite.
+            ValueError: if there are fewer images than folds.
             ScoringFailedError: naming everything that failed; what was finished is kept.
             TooManyProblemsError: if too many samples are unreadable.
         """
@@ -119,7 +191,7 @@ class PairMeasurement:
             Question(
                 name=name,
                 title=name.replace("_to_", " → "),
-                files=tuple(part_file(number, window.number) for window in parts),
+                files=tuple(window.file(name) for window in parts),
                 noun=noun,
                 case="pair",
                 document="image",
@@ -128,7 +200,7 @@ class PairMeasurement:
                 unit_tau=unit_tau,
                 own_name=own_name,
             )
-            for number, (name, (noun, candidate)) in enumerate(_NOUNS.items())
+            for name, (noun, candidate) in _NOUNS.items()
         ]
 
     def _encode(self, output: str) -> _Embedded:
@@ -145,7 +217,7 @@ class PairMeasurement:
             )
         images = PairImages(manifest=manifest, tokenizer=caption_encoder(settings.model).tokenizer)
         texts, owners = images.source(1).captions()
-        store = EmbeddingStore(output)
+        store = embedding_store(output)
         of_images = image_units(settings.model, settings.precision, "images", images.digest, images.num_images)
         of_texts = text_units(settings.model, settings.precision, "images", texts)
         failed = encode_missing(
@@ -155,7 +227,6 @@ class PairMeasurement:
             config.workers,
             precision=settings.precision,
             batch_size=settings.batch_size,
-            check=partial(_check_finite, config.model),
         )
         if failed:
             raise ScoringFailedError(failed)
@@ -164,55 +235,27 @@ class PairMeasurement:
             store=store, images=of_images, texts=[replace(unit, texts=()) for unit in of_texts], owners=owners
         )
 
-    def _measure_missing(self, output: str, embedded: _Embedded, parts: list[Window], unit_tau: float) -> None:
+    def _measure_missing(self, output: str, embedded: _Embedded, parts: list[ImageRange], unit_tau: float) -> None:
         """Write the tables of the windows that lack one."""
-        done = existing_parts(output)
-        directions = range(len(DIRECTIONS))
-        missing = [
-            window for window in parts if not all(part_file(number, window.number) in done for number in directions)
-        ]
+        store = UnitStore(output)
+        done = store.parts()
+        missing = [window for window in parts if not all(window.file(name) in done for name in DIRECTIONS)]
         print(f"{output}: {len(parts) - len(missing)} of {len(parts)} windows of images were measured before")
 
-        def read(window: Window) -> Iterator[EmbeddedWindow]:
+        def read(window: ImageRange) -> Iterator[EmbeddedWindow]:
             yield embedded.read(window)
 
-        def write(measured: tuple[Window, dict[str, pa.Table]]) -> int:
-            window, tables = measured
-            for number, name in enumerate(DIRECTIONS):
-                write_part(tables[name], output, part_file(number, window.number))
-            return int(tables[DIRECTIONS[0]].num_rows)
-
-        stages: Stages[Window] = Stages(
+        settings = self.settings
+        work: Work[ImageRange] = Work(
             read=read,
             model=partial(
                 WindowMeasurer,
                 unit_tau=unit_tau,
-                gallery_images=self.settings.gallery_images,
-                seed=self.settings.gallery_seed,
+                gallery_images=settings.gallery_images,
+                seed=settings.gallery_seed,
             ),
-            write=write,
-        )
-        failed = run_stages(
-            stages,
-            missing,
-            replace(self.config.workers, use_gpu=False),  # scores and profiles are computed in float64
             title=lambda window: f"images {window.first}–{window.stop - 1}",
-            keep=lambda _, num_pairs, seconds: f"{num_pairs} pairs, {num_pairs / seconds:,.0f} pairs/s",
+            noun="pairs",
         )
-        if failed:
-            raise ScoringFailedError(failed)
-
-
-def _check_finite(model: str, unit: Unit, embeddings: Embeddings) -> None:
-    """Refuse embeddings that are not finite: nothing can be said of the model then.
-
-    Raises:
-        ValueError: naming the model and the number of rows.
-    """
-    bad = int((~np.isfinite(embeddings.rows)).any(-1).sum())
-    if bad:
-        noun = "images" if unit.modality == "image" else "captions"
-        raise ValueError(
-            f"model = {model!r}: the embeddings of {bad} of {len(embeddings.rows)} {noun} ({unit.start} to {unit.stop - 1}) "
-            "are NaN or infinite"
-        )
+        # Scores and profiles are computed in float64, on CPUs.
+        map_units(missing, work, replace(self.config.workers, use_gpu=False), store).check()

@@ -12,13 +12,12 @@ import numpy as np
 from jobs.engine.named_values import named_values
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.models import model_labels
-from jobs.scoring.results import Column, Results, percent_table, publish
+from jobs.scoring.results import Column, Results, percent_table, publish_evaluation
 from jobs.scoring.sentence_encoders.cells import Cell, CellComputer, SentenceEncoderSpec, cells
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
-from jobs.scoring.stages import Stages, run_stages
+from jobs.scoring.units import UnitStore, Work, map_units
 from pipelines.problems import TooManyProblemsError
 from pipelines.sentences.senteval import Judgements, SentenceTask, read_judgements, read_task
-from pipelines.storage import resolve, write_json
 
 _TITLES = {
     "accuracy": "accuracy",
@@ -40,33 +39,29 @@ def evaluate(config: EvaluateSentencesConfig) -> Results:
         TooManyProblemsError: if too large a share of the data is unreadable.
         ScoringFailedError: naming every failed cell, once all others have finished and the results are published.
     """
-    _ = resolve_uri(config.tracking, config.run.resolved_storage)
+    uri = resolve_uri(config.tracking, config.run.resolved_storage)
     data = read_data(config)
     models = [
         SentenceEncoderSpec.read(label, path, config)
         for label, path in zip(model_labels(config.models), config.models, strict=True)
     ]
     all_cells = cells(config, models, data)
-    directory = config.run.directory
-    left = [cell for cell in all_cells if cell.stored(directory) is None]
-    print(f"{len(all_cells)} cells, {len(all_cells) - len(left)} of them finished before; {directory}", flush=True)
-    filesystem, path = resolve(f"{directory}/cells")
-    filesystem.create_dir(path, recursive=True)
-
-    def keep(cell: Cell, figures: dict[str, float], seconds: float) -> None:
-        write_json(cell.file(directory), figures)
-
-    stages: Stages[Cell] = Stages(model=partial(CellComputer, config))
-    failed = run_stages(stages, left, config.workers, title=lambda cell: cell.title, keep=keep)
+    store = UnitStore(f"{config.run.directory}/cells")
+    finished = store.names()
+    left = [cell for cell in all_cells if cell.file not in finished]
+    print(f"{len(all_cells)} cells, {len(all_cells) - len(left)} of them finished before; {config.run.directory}")
+    work: Work[Cell] = Work(model=partial(CellComputer, config), title=lambda cell: cell.title, noun="lines")
+    failed = map_units(left, work, config.workers, store).failed
     columns = [Column.of_model(model) for model in models]
     for column, model in zip(columns, models, strict=True):
         for cell in all_cells:
             if cell.model == model:
-                figures = cell.stored(directory) or {}
+                figures = store.read_json(cell.file) or {}
                 column.metrics.update({f"{cell.data.name}/{name}": value for name, value in figures.items()})
         column.metrics.update({f"{data_set.name}/num_unreadable": sum(data_set.problems.values()) for data_set in data})
-    return publish(
+    return publish_evaluation(
         config,
+        uri=uri,
         columns=columns,
         render=sentence_table,
         identity=[cell.key for cell in all_cells],

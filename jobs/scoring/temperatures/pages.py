@@ -1,4 +1,7 @@
-"""An HTML page about the temperatures of image–text pairs: the lowest and highest ones, and their relation to a label."""
+"""HTML pages about temperatures: texts whose tokens are coloured by τ, and the pairs with the lowest and highest τ.
+
+The page of pairs also shows τ beside a number of each image, such as the frequency of its concept.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,27 @@ import base64
 import html
 import io
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import matplotlib
 import numpy as np
 import pyarrow as pa
+import torch
 from PIL import Image
 
 from jobs.engine.rivals import is_constant
 from jobs.scoring.dual_encoders.encoder import caption_encoder
-from jobs.scoring.temperatures.pairs.job import PREPARED_DIRECTORY
-from jobs.scoring.temperatures.pairs.labels import MODALITIES, correlate, distinct_rows, labelled_temperatures
-from jobs.scoring.temperatures.pairs.settings import PairPredictionSettings
+from jobs.scoring.temperatures.pairs import PREPARED_DIRECTORY, PairPredictionSettings
+from jobs.tasks.base import naming_field
+from jobs.tasks.language_model.report import ColouredText, coloured_page
+from pipelines.images.archives import list_image_archives
+from pipelines.images.labels import read_numbers
 from pipelines.images.manifest import read_index
 from pipelines.images.pairs import PairSource, find_shards
 from pipelines.images.prepare import prepare_images
 from pipelines.images.temperature_table import read_table
-from pipelines.storage import write_bytes
+from pipelines.storage import exists, write_bytes
+from tempnet.intervals import Interval, spearman_interval
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -32,6 +40,75 @@ _EXPLANATION = """A temperature says how hard the loss of a sample pushes away t
 the optimum of the robust loss the weights of the contrasts diverge equally from uniform ones for every sample. Where ρ is
 small, samples with many close contrasts, such as those of frequent concepts, get a high τ; where ρ is large, they get the
 lowest, because no τ can make so many equal contrasts differ (docs/method.md)."""
+
+MODALITIES = {"tau_image": "images", "tau_text": "captions"}
+"""Column of a table of temperatures → what it is the temperature of."""
+
+Samples = Mapping[str, tuple[np.ndarray, np.ndarray]]
+"""Images and captions → τ (n,) and the label (n,) of those that have the label."""
+
+
+def labelled_temperatures(table: pa.Table, source: str, label: str) -> Samples:
+    """Return τ and the label of the images, and of the captions.
+
+    Args:
+        table: table of temperatures with the column `key` and those of `MODALITIES`.
+        source: archives or directory of the images.
+        label: field with a number in the JSON files beside the images.
+    """
+    numbers = match_numbers(table["key"].to_pylist(), source, label)
+    samples = {}
+    for name, noun in MODALITIES.items():
+        rows = distinct_rows(name, table)
+        rows = rows[~np.isnan(numbers[rows])]
+        samples[noun] = (table[name].to_numpy()[rows].astype(np.float64), numbers[rows])
+    return samples
+
+
+def correlate(samples: Samples, label: str) -> dict[str, Interval]:
+    """Return Spearman's rank correlation of τ with the label and its 95 % half-width, for images and for captions.
+
+    Raises:
+        ValueError: if fewer than 4 samples have the label.
+    """
+    with naming_field(f"label = {label}: "):
+        return {
+            noun: spearman_interval(torch.from_numpy(tau), torch.from_numpy(values))
+            for noun, (tau, values) in samples.items()
+        }
+
+
+def distinct_rows(name: str, table: pa.Table) -> np.ndarray:
+    """Return the rows of the table that count for a modality: an image counts once, however many captions it has."""
+    return (
+        np.unique(table["key"].to_numpy(), return_index=True)[1] if name == "tau_image" else np.arange(table.num_rows)
+    )
+
+
+def match_numbers(keys: Sequence[str], source: str, label: str) -> np.ndarray:
+    """Return the label (n,) of every pair, NaN where it has none; of samples with the same key the first one counts."""
+    numbers: dict[str, float] = {}
+    for key, number in read_numbers(source, list_image_archives(source), label):
+        numbers.setdefault(key, number)
+    return np.array([numbers.get(key, np.nan) for key in keys])
+
+
+def write_page(path: str, text: str, sections: dict[str, ColouredText]) -> None:
+    """Write the page for a text (whose name is shown in the title) to a file at a path or URI."""
+    write_bytes(path, coloured_page(title=f"Temperatures of {text}", sections=sections).encode())
+
+
+def check_page(path: str) -> None:
+    """Check that the page can be written, before any work starts, by making an empty one unless there is one.
+
+    Raises:
+        OSError: with the reason why it cannot be written.
+    """
+    if "://" not in path:
+        with Path(path).open("a", encoding="utf-8"):
+            pass
+    elif not exists(path):
+        write_bytes(path, b"")
 
 
 def write_pair_page(

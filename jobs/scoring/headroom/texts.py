@@ -1,0 +1,327 @@
+"""The predictions of a language model: checked settings, and measuring the tokens of a text in a pool of models.
+
+The model reads the text once: of every prediction it keeps the profile, scalars of the logits, and the hidden state. A job
+that is started again measures only the parts that its output still lacks. All checks happen before Ray is started or the
+model is loaded.
+
+Shapes: B windows, T positions of the longest window, N new tokens of a batch, d hidden size, V effective vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+)
+
+from jobs.engine.fields import absolute_path
+from jobs.engine.fingerprints import model_digest
+from jobs.scoring.headroom.config import Headroom
+from jobs.scoring.headroom.questions import Question
+from jobs.scoring.headroom.tables import measured_table
+from jobs.scoring.texts import (
+    Part,
+    ReadingWindow,
+    archive_sizes,
+    batches,
+    choose_windows,
+    list_sources,
+    map_archives,
+    part_files,
+    token_arrays,
+    windows_of,
+)
+from jobs.scoring.units import Finished, to_parquet
+from jobs.tasks.base import naming_field
+from jobs.tasks.language_model.training_text import warn_of_known_text
+from pipelines.archives import Archive
+from pipelines.local_copy import is_directory, local_copy
+from pipelines.sources import check_source
+from pipelines.storage import join
+from pipelines.text.reading import Document, readable_documents
+from pipelines.text.tokenization import document_start_id, load_tokenizer, tokenizer_digest
+from tempnet.base_model import load_base
+from tempnet.devices import DeviceMap, input_device, move_base
+from tempnet.headroom.features import Tokens
+from tempnet.headroom.profile import Profiles
+from tempnet.models.dual_encoder_config import IMAGE_ENCODER_DIRECTORY
+from tempnet.models.output_head import find_output_head
+from tempnet.precisions import loading_options
+from tempnet.weights import check_weight_files
+
+FORMAT_VERSION = 1
+# Maximum number of logits held in float32 at a time (64 MiB); a profile needs four copies.
+_NUM_LOGITS_AT_ONCE = 1 << 24
+FEATURES = {"scalars": "scalars of the logits", "hidden": "hidden state", "both": "both"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadroomSettings:
+    """Settings for the workers; local paths are absolute, because a worker has its own working directory."""
+
+    source: str
+    model: str
+    text_field: str
+    context_length: int
+    stride: int
+    batch_size: int
+    precision: Literal["fp32", "bf16", "int8", "fp8"]
+    tokens_per_document: int
+    max_documents: int
+    part_characters: int
+    vocab_size: int
+    bos_id: int
+    model_digest: str
+    tokenizer_digest: str
+    known_text: tuple[str, ...]
+    """Names of archives that the model is known to have been trained on."""
+
+    def record(self, archives: list[Archive]) -> dict[str, Any]:
+        """Returns everything that decides the measured tokens, without file locations and the batch size."""
+        left_out = ("source", "model", "batch_size", "known_text")
+        values = {name: value for name, value in asdict(self).items() if name not in left_out}
+        return {"version": FORMAT_VERSION, **values, **archive_sizes(self.source, archives)}
+
+
+def resolve_settings(config: Headroom) -> tuple[HeadroomSettings, list[Archive]]:
+    """Returns the settings and the archives of a configuration.
+
+    Raises:
+        FileNotFoundError, OSError: if the text or the model is missing.
+        ValueError: if they do not fit together, a field does not fit them, or there are fewer documents than folds.
+    """
+    with naming_field("text: "):
+        archives = list_sources(config.text)
+    with naming_field("model = "):
+        check_source(local_copy(config.model, with_weights=False))
+    if is_directory(join(config.model, IMAGE_ENCODER_DIRECTORY)):
+        raise ValueError(_no_image_text_model(config.model))
+    tokenizer = load_tokenizer(config.model)
+    check_weight_files(place := local_copy(config.model))
+    model = AutoConfig.from_pretrained(place, trust_remote_code=False)
+    _check_kind(config.model, model)
+    base = model.get_text_config()
+    if len(tokenizer) > base.vocab_size:
+        raise ValueError(
+            f"model = {config.model!r}: its tokenizer has {len(tokenizer)} tokens, more than its {base.vocab_size} logits"
+        )
+    context_length, stride = choose_windows(config.model, base, config.context_length, config.stride)
+    _check_number_of_documents(config, archives)
+    known = warn_of_known_text(config.model, config.text, archives, field="text")
+    return HeadroomSettings(
+        source=absolute_path(config.text),
+        model=absolute_path(config.model),
+        text_field=config.text_field,
+        context_length=context_length,
+        stride=stride,
+        batch_size=config.batch_size,
+        precision=config.precision,
+        tokens_per_document=config.tokens_per_document,
+        max_documents=config.max_documents,
+        part_characters=config.part_characters,
+        vocab_size=len(tokenizer),
+        bos_id=document_start_id(tokenizer),
+        model_digest=model_digest(config.model),
+        tokenizer_digest=tokenizer_digest(tokenizer),
+        known_text=tuple(known),
+    ), archives
+
+
+def _no_image_text_model(model: str) -> str:
+    return f"model = {model!r} is an image–text model, and text is for causal language models: give images in its place"
+
+
+def _check_kind(model: str, config: PretrainedConfig) -> None:
+    """Refuse models that predict no next token.
+
+    Raises:
+        ValueError: if the model is one of images and texts, or an encoder of texts.
+    """
+    if config.model_type in MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES:
+        raise ValueError(_no_image_text_model(model))
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+        raise ValueError(
+            f"model = {model!r} is an encoder ({config.model_type}), and text is for causal language models, which "
+            "predict the next token"
+        )
+
+
+def _check_number_of_documents(config: Headroom, archives: list[Archive]) -> None:
+    """Reads documents until there are as many as folds.
+
+    Raises:
+        ValueError: if there are fewer.
+    """
+
+    def documents() -> Iterator[Document]:
+        for archive in archives:
+            found = readable_documents(config.text, archive, config.text_field, Counter(), [])
+            yield from itertools.islice(found, config.max_documents or None)
+
+    number = sum(1 for _ in itertools.islice(documents(), config.folds))
+    if number < config.folds:
+        raise ValueError(
+            f"text = {config.text!r} has {number} readable documents, fewer than folds = {config.folds}: the interval is "
+            "over documents, so give more text, or text with a record for every document"
+        )
+
+
+class Measurer:
+    """Measures the tokens of parts, in a worker; the result does not depend on the batch."""
+
+    def __init__(self, settings: HeadroomSettings, *, use_gpu: bool = False, device_map: DeviceMap = None) -> None:
+        if use_gpu and not torch.cuda.is_available():
+            raise ValueError("workers.use_gpu = True: torch finds no CUDA device here")
+        self._settings = settings
+        options = loading_options(settings.precision) | {"device_map": device_map}
+        base = load_base(local_copy(settings.model), fetch=local_copy, **options).eval()
+        self._base = move_base(base, "cuda" if use_gpu else "cpu")
+        self._device = input_device(base)
+        self._head = find_output_head(base)
+
+    def __call__(self, part: Part) -> Finished:
+        """Make the table of a part, with one row per token."""
+        ids = [values[: self._settings.tokens_per_document] for values in token_arrays(part.table["token_ids"])]
+        tokens = self.measure(ids)
+        documents = np.repeat(np.arange(len(ids)), [len(values) for values in ids])
+        table = measured_table(tokens, documents, num_documents=len(ids))
+        return Finished(files={part.file: to_parquet(table)}, num_cases=table.num_rows)
+
+    @torch.inference_mode()
+    def measure(self, documents: Sequence[np.ndarray]) -> Tokens:
+        """Returns what is known of all tokens of documents (n,), document after document, on the CPU."""
+        settings = self._settings
+        streams = [torch.from_numpy(np.concatenate([[settings.bos_id], ids]).astype(np.int64)) for ids in documents]
+        starts = np.concatenate([[0], np.cumsum([len(ids) for ids in documents])])
+        windows = [
+            window
+            for number, ids in enumerate(documents)
+            for window in windows_of(number, len(ids), context_length=settings.context_length, stride=settings.stride)
+        ]
+        places: list[Tensor] = [torch.empty(0, dtype=torch.long)]
+        found: list[Tokens] = []
+        for batch in batches(windows, settings.batch_size):
+            found += self._measure_batch(streams, batch)
+            places += [torch.arange(window.first, window.stop) + int(starts[window.document]) for window in batch]
+        order = torch.cat(places).argsort()
+        return Tokens.join(found, order)
+
+    def _measure_batch(self, streams: Sequence[Tensor], batch: Sequence[ReadingWindow]) -> list[Tokens]:
+        """Returns what is known of a batch's new tokens, window after window, in chunks."""
+        num_positions = max(window.num_positions for window in batch)
+        input_ids = torch.full((len(batch), num_positions), self._settings.bos_id)
+        targets = torch.zeros((len(batch), num_positions), dtype=torch.long)
+        is_new = torch.zeros((len(batch), num_positions), dtype=torch.bool)
+        for row, window in enumerate(batch):
+            stream, stop = streams[window.document], window.num_positions
+            input_ids[row, :stop] = stream[window.start : window.stop]
+            targets[row, :stop] = stream[window.start + 1 : window.stop + 1]
+            is_new[row, window.first - window.start : stop] = True
+        input_ids, is_new = input_ids.to(self._device), is_new.to(self._device)
+        logits: Tensor | None = None
+        # Padding is on the right, so that a causal model never attends to it.
+        if self._head is None:
+            output = self._base(input_ids=input_ids, use_cache=False, output_hidden_states=True)
+            hidden, logits = output.hidden_states[-1][is_new], output.logits[is_new]
+        else:
+            hidden = self._base.base_model(input_ids=input_ids, use_cache=False)[0].to(self._device)[is_new]
+        wanted = targets.to(self._device)[is_new]
+        size = max(1, _NUM_LOGITS_AT_ONCE // self._settings.vocab_size)
+        return [
+            self._measure_chunk(hidden[at : at + size], wanted[at : at + size], logits, at)
+            for at in range(0, len(hidden), size)
+        ]
+
+    def _measure_chunk(self, hidden: Tensor, targets: Tensor, logits: Tensor | None, at: int) -> Tokens:
+        vocab_size = self._settings.vocab_size
+        if logits is None:
+            assert self._head is not None
+            chunk = self._head.logits(self._base, hidden, vocab_size).to(self._device, torch.float32)
+        else:
+            chunk = logits[at : at + len(hidden), :vocab_size].float()
+        profiles = Profiles.of_logits(chunk, targets)
+        top = chunk.topk(2, dim=-1).values
+        return Tokens(
+            Profiles(profiles.values.cpu(), profiles.target.cpu()),
+            (top[:, 0] - top[:, 1]).cpu(),
+            top[:, 0].cpu(),
+            hidden.float().cpu(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextMeasurement:
+    """A text and a causal language model."""
+
+    config: Headroom
+    settings: HeadroomSettings
+    archives: list[Archive]
+    kind: str = "text"
+
+    @classmethod
+    def resolve(cls, config: Headroom) -> TextMeasurement:
+        """Check a configuration.
+
+        Raises:
+            ValueError, OSError: before any work starts, see `resolve_settings`.
+        """
+        settings, archives = resolve_settings(config)
+        return cls(config=config, settings=settings, archives=archives)
+
+    @property
+    def source(self) -> str:
+        """Path or URI of the text."""
+        return self.settings.source
+
+    @property
+    def warning(self) -> str:
+        """A sentence if the model is known to have been trained on some of the text."""
+        known = "The model was trained on some of this text: the verdict does not hold for new text."
+        return known if self.settings.known_text else ""
+
+    def record(self) -> dict[str, Any]:
+        """Returns everything that decides the measured tokens, without file locations and the batch size."""
+        return self.settings.record(self.archives)
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the names of the archives that the model was trained on."""
+        return {"known_text": list(self.settings.known_text)}
+
+    def measure(self, output: str) -> list[Question]:
+        """Write the parts that are missing in `output`, and return the one question with all parts in order.
+
+        Raises:
+            ScoringFailedError: naming every archive that failed; the parts that were finished are kept.
+            TooManyProblemsError: if too many records are unreadable.
+        """
+        model = partial(Measurer, self.settings, **self.config.workers.devices)
+        records, _ = map_archives(
+            self.settings, self.archives, output, self.config.workers, model, max_bad_share=self.config.max_bad_share
+        )
+        return [token_question(part_files(records))]
+
+
+def token_question(files: Sequence[str]) -> Question:
+    """Returns the question that a language model is asked, with the names of its tables."""
+    return Question(
+        name="",
+        title="",
+        files=tuple(files),
+        noun="token",
+        case="token",
+        document="document",
+        candidate="token",
+        features=FEATURES,
+        own_name="τ = 1",
+    )

@@ -1,1 +1,0 @@
-"""Temperatures of image-text pairs: the configuration, the settings, and the Ray Data job that writes the tables."""

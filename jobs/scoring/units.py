@@ -1,0 +1,403 @@
+"""The resumable map of everything that is scored: units of work → a pool of models → files of finished units.
+
+    ray.data.from_items(units).map_batches(read).map_batches(Model, compute=ActorPoolStrategy(…))
+
+* `read` turns a unit into items by decoding or tokenising, in Ray Data's tasks beside the pool. Without it a unit is its
+  only item.
+* The model is built once by each worker of the pool, and called with one item at a time. The worker writes the files of
+  what it has finished (`UnitStore`), so that a job that is started again has less to do. The driver only learns the
+  number of cases in them.
+
+An exception is caught where it is raised and costs its unit. A worker that dies, for instance with its machine, is
+started again by Ray, and its item is tried again; an item that ends its worker every time costs its unit too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import ray.data
+import torch
+from pyarrow.fs import FileSelector, FileType
+from ray.util.annotations import RayDeprecationWarning
+
+from jobs.engine.cluster import CPU_ENVIRONMENT, check_resources, start_ray
+from jobs.engine.console import clock
+from jobs.engine.identity import differences
+from jobs.scoring.config import PoolSection
+from pipelines.retries import RETRIES, RetryLog
+from pipelines.storage import create_directory, read_bytes, read_json, resolve, write_bytes, write_json
+from pipelines.stream import Batch
+
+Unit = TypeVar("Unit")
+
+READ_CPUS = 0.5
+SETTINGS_FILE = "_settings.json"
+# An item whose worker dies is tried again this many times.
+_NUM_RETRIES = 2
+# As many failures in a row have one cause, such as a full disk: the other units would fail too.
+_MAX_FAILURES_IN_A_ROW = 20
+_NUM_DIFFERENCES_SHOWN = 8
+
+
+class ScoringFailedError(RuntimeError):
+    """Units failed, one per line of the message; all that was finished is kept."""
+
+    def __init__(self, failed: Mapping[str, str], table: str = "") -> None:
+        super().__init__("\n".join(f"{title}: {reason}" for title, reason in failed.items()))
+        self.table = table
+        """The table of all results that could be computed; empty if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitStore:
+    """Files of finished units in a directory at a path or URI. A file exists only if it is whole.
+
+    The name of a file says what decides its content, by a hash, or the directory is for one group of settings (`claim`).
+    """
+
+    directory: str
+
+    def names(self) -> frozenset[str]:
+        """Returns the names of all files."""
+        filesystem, path = resolve(self.directory)
+        files = filesystem.get_file_info(FileSelector(path, allow_not_found=True))
+        return frozenset(file.base_name for file in files if file.type == FileType.File)
+
+    def parts(self) -> frozenset[str]:
+        """Returns the names of the tables of parts, see `part_file`."""
+        return frozenset(name for name in self.names() if name.startswith("part-"))
+
+    def write(self, files: Mapping[str, bytes | Mapping[str, Any]]) -> None:
+        """Write the files of a finished unit in their order; a mapping becomes JSON."""
+        for name, content in files.items():
+            if isinstance(content, bytes):
+                write_bytes(f"{self.directory}/{name}", content)
+            else:
+                write_json(f"{self.directory}/{name}", content)
+
+    def read(self, name: str) -> bytes:
+        """Returns the content of a file.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+        """
+        return read_bytes(f"{self.directory}/{name}")
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """Returns the JSON object in a file, or None if there is no such file."""
+        return read_json(f"{self.directory}/{name}")
+
+    def claim(self, settings: Mapping[str, Any]) -> None:
+        """Create the directory and write the settings to it, or check that it was begun with the same settings.
+
+        Raises:
+            OSError: if the directory cannot be written.
+            ValueError: naming the settings that differ.
+        """
+        create_directory(self.directory)
+        known = read_json(f"{self.directory}/{SETTINGS_FILE}")
+        if known is None:
+            write_json(f"{self.directory}/{SETTINGS_FILE}", settings)
+        elif changes := differences(known, dict(settings)):
+            more = len(changes) - _NUM_DIFFERENCES_SHOWN
+            shown = "; ".join(changes[:_NUM_DIFFERENCES_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+            raise ValueError(f"output = {self.directory} was begun with other settings: choose another one. {shown}")
+
+
+def part_file(archive: int, part: int) -> str:
+    """Returns the file name of a part's table; sorted by name, the tables follow the order of the data."""
+    return f"part-{archive:05d}-{part:05d}.parquet"
+
+
+def to_parquet(table: pa.Table) -> bytes:
+    """Returns the content of a table's file."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    return bytes(sink.getvalue())
+
+
+def settings_digest(settings: Mapping[str, Any]) -> str:
+    """Returns a hash of settings, as 16 hex digits."""
+    return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """What a model made of an item."""
+
+    files: Mapping[str, bytes | Mapping[str, Any]] = field(default_factory=dict)
+    """Name → content of what the worker stores, in this order; a mapping becomes JSON."""
+    num_cases: int = 0
+    """Number of tokens, pairs or other cases, for the line of progress."""
+    value: Any = None
+    """What is sent to the driver; large values belong into files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work(Generic[Unit]):
+    """The work on a unit. The functions run in other processes, so they are pickled together with what they hold."""
+
+    model: Callable[[], Callable[[Any], Finished]]
+    """Builds what a worker of the pool calls with every item."""
+    read: Callable[[Unit], Iterable[Any]] | None = None
+    """Yields the items of a unit; None: the unit is its only item."""
+    title: Callable[[Unit], str]
+    """Names a unit in messages."""
+    noun: str = ""
+    """What the cases of an item are called, in the plural; empty: they are not shown."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What became of all units."""
+
+    failed: dict[str, str] = field(default_factory=dict)
+    """Title → reason for every unit that failed."""
+    num_cases: int = 0
+    """Number of cases that were finished now."""
+    values: dict[int, list[Any]] = field(default_factory=dict)
+    """Place of a unit → what the model sent of its items."""
+
+    def check(self) -> None:
+        """Raise a ScoringFailedError if units failed."""
+        if self.failed:
+            raise ScoringFailedError(self.failed)
+
+
+def map_units(
+    units: Sequence[Unit],
+    work: Work[Unit],
+    pool: PoolSection,
+    store: UnitStore | None = None,
+    *,
+    say: Callable[[str], None] = print,
+) -> Outcome:
+    """Do the work on all units, in order, with a line of progress for every item; Ray is started if needed.
+
+    Requests to object stores that were repeated are reported too, at most once a minute and at the end. A unit that
+    fails does not stop the others, unless `_MAX_FAILURES_IN_A_ROW` items failed one after another.
+
+    Args:
+        units: the units that are left to do.
+        work: what is done with a unit.
+        pool: number and resources of the workers.
+        store: where the files of finished units go; it must be reachable from all machines. None: there are none.
+        say: called with every line of progress.
+
+    Raises:
+        ValueError: if the cluster is too small for the pool.
+    """
+    outcome = Outcome()
+    if not units:
+        return outcome
+    start_ray()
+    check_pool(pool, reads=work.read is not None)
+    if store is not None:
+        create_directory(store.directory)
+    progress = _Progress(units, work, outcome, say)
+    with closing(run_rows(units, work, pool, store)) as rows, closing(RetryLog(say)) as retries:
+        for row in rows:
+            RETRIES.add(row.num_retries)
+            retries.add(RETRIES.take())
+            progress.add(row)
+            if progress.num_in_a_row == _MAX_FAILURES_IN_A_ROW and progress.num_done < len(units):
+                left = len(units) - progress.num_done
+                say(f"{progress.num_in_a_row} failures one after another: the {left} units left are not tried")
+                return outcome
+    progress.name_lost()
+    return outcome
+
+
+def check_pool(pool: PoolSection, *, reads: bool) -> None:
+    """Check that the cluster is large enough for a pool, and for a reader if units are read beside it.
+
+    Raises:
+        ValueError: see :func:`jobs.engine.cluster.check_resources`.
+    """
+    check_resources(
+        num_workers=pool.num_workers,
+        cpus_per_worker=pool.cpus_per_worker,
+        use_gpu=pool.use_gpu,
+        gpus_per_worker=pool.num_gpus,
+        data_cpus=READ_CPUS if reads else 0.0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """An item on its way, or the end of a unit that was read; a row of the data set."""
+
+    unit: int
+    """Place of the unit."""
+    item: Any = None
+    """What the model is called with; None at the end of a unit."""
+    num_items: int | None = None
+    """Number of items of the unit, where it is known."""
+    finished: Finished | None = None
+    """What the model made of the item, without the files, which are stored."""
+    seconds: float = 0.0
+    """Time that the model took."""
+    error: str = ""
+    """Reason of a failure in one line; empty if there was none."""
+    num_retries: int = 0
+    """Requests to object stores that were repeated since the row before."""
+
+    def in_batch(self) -> dict[str, np.ndarray]:
+        """Return a batch of this row."""
+        return {"item": np.array([self], dtype=object)}
+
+
+class _Progress(Generic[Unit]):
+    """Adds up the rows of a map, and says a line for every item."""
+
+    def __init__(self, units: Sequence[Unit], work: Work[Unit], outcome: Outcome, say: Callable[[str], None]) -> None:
+        self._units, self._work, self._outcome, self._say = units, work, outcome, say
+        self._started = time.monotonic()
+        self._num_items: dict[int, int] = {}  # of every unit that was read to its end
+        self._num_returned = Counter[int]()
+        self._failed: set[int] = set()
+        self.num_done = 0
+        """Number of units of which every item is back."""
+        self.num_in_a_row = 0
+        """Number of failures since the last success."""
+
+    def add(self, row: _Row) -> None:
+        """Add a row that has passed the pool."""
+        if row.num_items is not None:
+            self._num_items[row.unit] = row.num_items
+        self._num_returned[row.unit] += row.item is not None
+        self.num_done += self._is_done(row.unit)
+        total = len(self._units)
+        title, progress = self._work.title(self._units[row.unit]), f"{self.num_done:>{len(str(total))}}/{total}"
+        if row.error:
+            self.num_in_a_row += 1
+            self._fail(row.unit, row.error)
+            self._say(f"{progress}  FAILED  {title}: {row.error}")
+        elif row.finished is not None:
+            self.num_in_a_row = 0
+            self._outcome.num_cases += row.finished.num_cases
+            self._outcome.values.setdefault(row.unit, []).append(row.finished.value)
+            parts = [progress, title, self._describe(row.finished.num_cases, row.seconds), f"{row.seconds:.1f} s"]
+            if self.num_done:
+                left = (time.monotonic() - self._started) / self.num_done * (total - self.num_done)
+                parts.append(f"{clock(left)} left")
+            self._say("  ".join(filter(None, parts)))
+
+    def name_lost(self) -> None:
+        """Record the units whose rows did not come back as failed."""
+        for number, unit in enumerate(self._units):
+            if not self._is_done(number) and number not in self._failed:
+                self._fail(number, f"its worker died {1 + _NUM_RETRIES} times")
+                self._say(f"FAILED  {self._work.title(unit)}: its worker died {1 + _NUM_RETRIES} times")
+
+    def _is_done(self, unit: int) -> bool:
+        return self._num_returned[unit] == self._num_items.get(unit)
+
+    def _fail(self, number: int, reason: str) -> None:
+        self._failed.add(number)
+        self._outcome.failed[self._work.title(self._units[number])] = reason
+
+    def _describe(self, num_cases: int, seconds: float) -> str:
+        noun = self._work.noun
+        return f"{num_cases:,} {noun}, {num_cases / max(seconds, 1e-9):,.0f} {noun}/s" if noun else ""
+
+
+def run_rows(
+    units: Sequence[Unit], work: Work[Unit], pool: PoolSection, store: UnitStore | None
+) -> Generator[_Row, None, None]:
+    """Yield a row for every item as it comes out of the pool, and one for the end of every unit that is read."""
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
+    context = ray.data.DataContext.get_current().copy()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    context.max_errored_blocks = -1  # an item whose worker died every time is missing, which is seen at the end
+    context.execution_no_progress_timeout_s = -1  # an item may take long
+    context.target_max_block_size = 1  # every item is a block of its own, which goes to the next worker that is free
+    num_items = None if work.read else 1
+    read: Any = read_unit  # Ray's types know batches only as unions
+    rows = [_Row(unit=number, item=unit, num_items=num_items) for number, unit in enumerate(units)]
+    with ray.data.DataContext.current(context), warnings.catch_warnings():
+        # Ray 2.64 is to replace `max_task_retries`; without it, an item that always ends its worker is tried for ever.
+        warnings.simplefilter("ignore", RayDeprecationWarning)
+        dataset: ray.data.Dataset = ray.data.from_items(rows, override_num_blocks=len(rows))
+        if work.read is not None:
+            dataset = dataset.map_batches(
+                read, fn_args=[work.read], batch_size=1, batch_format="numpy", num_cpus=READ_CPUS
+            )
+        dataset = dataset.map_batches(
+            Worker,
+            fn_constructor_args=[work.model, store, max(1, int(pool.cpus_per_worker))],
+            batch_size=1,
+            batch_format="numpy",
+            compute=ray.data.ActorPoolStrategy(size=pool.num_workers, max_tasks_in_flight_per_actor=1),
+            num_cpus=pool.cpus_per_worker,
+            num_gpus=pool.num_gpus or None,
+            max_task_retries=_NUM_RETRIES,
+            runtime_env={"env_vars": CPU_ENVIRONMENT},
+        )
+        for batch in dataset.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=0):
+            yield from batch["item"]
+
+
+def read_unit(batch: Batch, read: Callable[[Any], Iterable[Any]]) -> Iterator[Batch]:
+    """Yield the items of a unit, and at their end a row with their number and, if reading failed, the reason."""
+    (row,) = batch["item"]
+    num_items, error = 0, ""
+    try:
+        for item in read(row.item):
+            yield _Row(unit=row.unit, item=item, num_retries=RETRIES.take()).in_batch()
+            num_items += 1
+    except Exception as raised:
+        error = describe_error(raised)
+    yield _Row(unit=row.unit, num_items=num_items, error=error, num_retries=RETRIES.take()).in_batch()
+
+
+class Worker:
+    """What an actor of the pool does: it builds the model when it gets its first item."""
+
+    def __init__(
+        self, build: Callable[[], Callable[[Any], Finished]], store: UnitStore | None, num_threads: int
+    ) -> None:
+        torch.set_num_threads(num_threads)
+        self._build, self._store = build, store
+        self._model: Callable[[Any], Finished] | None = None
+
+    def __call__(self, batch: Batch) -> Batch:
+        """Return the row of an item with what the model made of it; the row of a unit's end stays as it is."""
+        (row,) = batch["item"]
+        if row.item is None:
+            return batch
+        finished, seconds, error = None, 0.0, ""
+        try:
+            if self._model is None:  # built here, not in __init__, so that an error is that of a unit
+                self._model = self._build()
+            started = time.monotonic()
+            finished = self._model(row.item)
+            seconds = time.monotonic() - started
+            if self._store is not None:
+                self._store.write(finished.files)
+            finished = replace(finished, files={})
+        except Exception as raised:
+            finished, error = None, describe_error(raised)
+        num_retries = row.num_retries + RETRIES.take()
+        return replace(
+            row, item=True, finished=finished, seconds=seconds, error=error, num_retries=num_retries
+        ).in_batch()
+
+
+def describe_error(error: BaseException) -> str:
+    """Returns the type and the text of an exception in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
