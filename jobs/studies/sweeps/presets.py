@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from jobs.studies.sweeps.config import ClipSweep, LanguageModelSweep, SweepSection
 from jobs.tasks.presets import clip, language_models
-from jobs.tasks.presets.naming import named
+from jobs.tasks.presets.twins import named
 
 Preset = Callable[[], LanguageModelSweep | ClipSweep]
 

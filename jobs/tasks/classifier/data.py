@@ -6,6 +6,7 @@ import numpy as np
 from sklearn.model_selection import StratifiedKFold
 from sklearn.utils import resample
 
+from jobs.engine.task import Task
 from jobs.tasks.classifier.config import ClassifierConfig, LabelledSection
 from pipelines.problems import TooManyProblemsError
 from pipelines.sentences.classification import LabelledSource
@@ -95,3 +96,10 @@ def _rows(examples: Examples, rows: np.ndarray) -> Examples:
 
     second = None if examples.second is None else chosen(examples.second)
     return Examples(chosen(examples.first), second, examples.labels[rows])
+
+
+def create_task(config: ClassifierConfig, rank: int, world_size: int) -> Task:
+    """Create the task on a worker."""
+    from jobs.tasks.classifier.task import ClassifierTask
+
+    return ClassifierTask(config.with_num_workers(world_size), rank, world_size)

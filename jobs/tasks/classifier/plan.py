@@ -12,8 +12,7 @@ from jobs.engine.launch import tracking_uri
 from jobs.engine.task import PreparedTask
 from jobs.tasks.base import BasePlan, count_parameters
 from jobs.tasks.classifier.config import ClassifierConfig
-from jobs.tasks.classifier.create import create_task
-from jobs.tasks.classifier.data import read_fold
+from jobs.tasks.classifier.data import create_task, read_fold
 from jobs.tasks.classifier.models import build_model
 from pipelines.text.tokenization import load_tokenizer
 

@@ -13,8 +13,7 @@ from jobs.tasks.classifier.config import (
     GridSection,
     LabelledSection,
 )
-from jobs.tasks.presets.naming import named
-from jobs.tasks.presets.twins import twins_of
+from jobs.tasks.presets.twins import named, twins_of
 
 Preset = Callable[[], CrossValidationConfig]
 

@@ -14,8 +14,7 @@ from jobs.tasks.dual_encoder.config import (
     PairTemperatureSection,
     RetrievalValidationSection,
 )
-from jobs.tasks.presets.naming import named
-from jobs.tasks.presets.twins import twins_of
+from jobs.tasks.presets.twins import named, twins_of
 
 Preset = Callable[[], ClipConfig]
 

@@ -14,8 +14,7 @@ from jobs.tasks.language_model.config import (
     ModelSection,
     TemperatureSection,
 )
-from jobs.tasks.presets.naming import named
-from jobs.tasks.presets.twins import twins_of
+from jobs.tasks.presets.twins import named, twins_of
 
 Preset = Callable[[], LanguageModelConfig]
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from jobs.engine.config import OptimizerSection, RunSection, TrackingSection
 from jobs.engine.worker_settings import WorkersSection
-from jobs.tasks.presets.naming import named
-from jobs.tasks.presets.twins import twins_of
+from jobs.tasks.presets.twins import named, twins_of
 from jobs.tasks.sentence_encoder.config import (
     DocumentSection,
     DocumentTemperatureSection,

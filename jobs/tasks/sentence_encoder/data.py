@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from jobs.engine.contrastive import check_sizes
+from jobs.engine.task import Task
 from jobs.tasks.sentence_encoder.config import SentenceConfig
-from jobs.tasks.text.data import cache_for, describe_data, prepare_split, prepare_training_text
+from jobs.tasks.text.data import cache_for, describe_data, find, prepare_split, prepare_training_text
 from pipelines.sentences.span_source import SpanSource
 from pipelines.stream import Batch
 from pipelines.text.documents import DocumentConfig
@@ -89,3 +90,21 @@ def read_documents(source: SpanSource, ids: np.ndarray) -> Batch:
     """Read the spans of documents as drawn in epoch 0; `ids` number all documents from 0."""
     shards = np.searchsorted(source.first_rows, ids, side="right") - 1
     return source.read(shards, ids - source.first_rows[shards], 0)
+
+
+def create_task(
+    config: SentenceConfig, train: str | GrowingManifest, validation: str, rank: int, world_size: int
+) -> Task:
+    """Create the task on a worker.
+
+    Args:
+        config: configuration of the run.
+        train: directory of the prepared training documents, or what is known of them while they still grow.
+        validation: directory of the prepared validation documents.
+        rank: rank of this worker.
+        world_size: number of workers.
+    """
+    from jobs.tasks.sentence_encoder.task import SentenceTask
+
+    config = config.with_num_workers(world_size)
+    return SentenceTask(config, find(train), Manifest.load(validation), rank, world_size)

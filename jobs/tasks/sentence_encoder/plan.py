@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
-from jobs.engine.description import describe_plan
+from jobs.engine.curves import draw_curves, draw_histogram
+from jobs.engine.description import describe_plan, results
 from jobs.engine.launch import tracking_uri
 from jobs.engine.task import PreparedTask, data_set
+from jobs.engine.tracking import TrackedRun
 from jobs.tasks.base import BasePlan, count_parameters, naming_field, resolve_paths
-from jobs.tasks.sentence_encoder import report
 from jobs.tasks.sentence_encoder.config import SentenceConfig
-from jobs.tasks.sentence_encoder.create import create_task
-from jobs.tasks.sentence_encoder.data import describe_documents, prepare_documents
+from jobs.tasks.sentence_encoder.data import create_task, describe_documents, prepare_documents
 from jobs.tasks.sentence_encoder.models import build_encoder, build_tempnet
 from jobs.tasks.text.data import refer_to
 from pipelines.archives import list_archives
@@ -21,6 +24,35 @@ from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig, check_negatives
+
+_CURVES = {
+    "loss (training objective)": ("train/loss", "train/mlm_loss", "validation/mlm_loss"),
+    "an anchor finds its positive": ("validation/span_recall@1", "validation/mlm_accuracy"),
+    "τ": ("train/tau_q05", "train/tau_mean", "train/tau_q95"),
+    "cosine of anchor and positive": ("validation/positive_cosine",),
+}
+
+
+def _summary_table(outcome: Mapping[str, Any]) -> str:
+    """Return the results of a run as text for the terminal."""
+    scores = outcome["validation"]
+    rows = [("loss", outcome["loss"])]
+    if "span_recall@1" in scores:
+        rows.append(("an anchor finds its positive", f"{scores['span_recall@1']:.2%}"))
+    if "mlm_loss" in scores:
+        rows.append(("MLM loss, accuracy", f"{scores['mlm_loss']:.4f}, {scores['mlm_accuracy']:.2%}"))
+    if "tau_mean" in scores:
+        spread = f" ± {scores['tau_std']:.4f}" if "tau_std" in scores else ""
+        rows.append(("mean τ", f"{scores['tau_mean']:.4f}{spread}"))
+    return results(rows, outcome, "documents")
+
+
+def _write_report(directory: Path, outcome: Mapping[str, Any], tracked: TrackedRun | None) -> None:
+    """Write `histogram.png`, if a TempNet predicts temperatures, and `curves.png`, if the run is logged to MLflow."""
+    if outcome["histograms"]:
+        draw_histogram(directory / "histogram.png", outcome)
+    if tracked:
+        draw_curves(directory / "curves.png", tracked, _CURVES, f"{outcome['run']}: {outcome['loss']}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +64,8 @@ class SentencePlan(BasePlan[SentenceConfig]):
     num_tempnet_parameters: int
     """Number of parameters of the TempNet; 0 without one."""
 
-    summary_table = staticmethod(report.summary_table)
-    write_report = staticmethod(report.write_report)
+    summary_table = staticmethod(_summary_table)
+    write_report = staticmethod(_write_report)
 
     @property
     def data_cpus(self) -> float:

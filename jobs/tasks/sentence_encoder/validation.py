@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jobs.tasks.sentence_encoder.batches import span_tensors
 from jobs.tasks.sentence_encoder.config import SentenceConfig
 from jobs.tasks.sentence_encoder.data import VALIDATION_SEED, read_documents, span_source
 from pipelines.stream import Batch
@@ -141,3 +140,21 @@ def _without_padding(gathered: Tensor, held_out: SpanSet, world_size: int) -> Te
     """Drop the padding from the rows of all ranks: it comes last, because all ranks' parts have the same size."""
     num_anchors = len(gathered) // (world_size * -(-held_out.num_documents // world_size))
     return gathered[: held_out.num_documents * num_anchors]
+
+
+def span_tensors(batch: Batch, device: torch.device) -> dict[str, Tensor]:
+    """Convert a batch into the arguments of `TemperatureSentenceEncoder`, except γ."""
+    tensors = {"ids": torch.from_numpy(batch["ids"]).to(device)}
+    for name in ("anchor", "positive"):
+        lengths = batch[f"{name}_lengths"]
+        width = int(lengths.max())
+        mask = np.arange(width) < lengths[..., None]
+        tensors[f"{name}_ids"] = _tensor(batch[f"{name}_ids"][..., :width], device)
+        tensors[f"{name}_mask"] = _tensor(mask, device)
+        if name == "anchor":
+            tensors["mlm_labels"] = _tensor(batch["mlm_labels"][..., :width], device)
+    return tensors
+
+
+def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(array.astype(np.int64)).to(device)

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from jobs.tasks.dual_encoder.scores import one_temperature
 from jobs.tasks.dual_encoder.validation import HeldOut
 from jobs.tasks.language_model.validation import ValidationDetails, ValidationPart, validate
-from jobs.tasks.sentence_encoder.statistics import SpanStatistics
+from jobs.tasks.sentence_encoder.task import SpanStatistics
 from pipelines.text.packing import IGNORE_INDEX
 from tempnet import TempNet, TempNetConfig
 from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig
