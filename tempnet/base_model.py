@@ -13,7 +13,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.quantizers import AutoHfQuantizer
 
 from tempnet.fingerprints import files_digest
 from tempnet.precisions import check_precision
@@ -22,6 +30,7 @@ from tempnet.weights import check_weight_files, check_weights, load_fitting
 BASE_FILE = "base_model.json"
 """Name of the file in an export, or in a run's directory, that says which base model belongs to it."""
 
+_ADAPTER_FILE = "adapter_config.json"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin")
 _COMMIT = "commit "
 
@@ -91,6 +100,61 @@ def base_digest(place: str, *, parts: Sequence[str] = ("",), configurations: Col
     return f"{_COMMIT}{getattr(config, '_commit_hash', None)}"
 
 
+def read_config(place: str | Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """Return the configuration of a causal language model, without looking at its weights.
+
+    A composite model (text and images, as Gemma 3) is a causal language model, too; what belongs to its text is
+    `get_text_config()` of its configuration.
+
+    Args:
+        place: local path or hub name.
+        trust_remote_code: whether Transformers may run code that comes with the model.
+
+    Raises:
+        ValueError: in one line, if there is no model, an adapter without its model, a model of another kind, or one whose
+            weights are quantised by a library that is missing here.
+    """
+    directory = Path(place)
+    if (directory / _ADAPTER_FILE).is_file() and not (directory / "config.json").is_file():
+        raise ValueError(
+            f"{place} holds an adapter and no model: merge it into its base by peft, `merge_and_unload()`, and save it by "
+            "save_pretrained"
+        )
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
+    except Exception as error:  # a configuration of a stranger may raise any exception
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(f"{place} is no Transformers model directory or hub name: {reason[0]:.300}") from error
+    has_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    is_encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
+    is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or has_code
+    if config.is_encoder_decoder or is_encoder or not is_known:
+        kind = "an encoder with a decoder" if config.is_encoder_decoder else "no causal language model"
+        raise ValueError(
+            f"{place} is {kind} ({config.model_type}): a model that predicts the next token of one text is needed, such as "
+            "gpt2, llama or qwen"
+        )
+    _check_quantisation(place, config)
+    return config
+
+
+def _check_quantisation(place: str | Path, config: PretrainedConfig) -> None:
+    values = getattr(config, "quantization_config", None) or getattr(
+        config.get_text_config(), "quantization_config", None
+    )
+    if values is None:
+        return
+    method = values.get("quant_method") if isinstance(values, dict) else values.quant_method
+    remedy = "install what it needs, or give the model with weights that are not quantised"
+    try:
+        AutoHfQuantizer.from_config(values, pre_quantized=True).validate_environment()
+    except (ImportError, KeyError, ValueError, TypeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{place} holds weights quantised by {method}: {remedy}. {reason:.200}") from error
+    except RuntimeError:
+        pass  # there is no GPU here, but perhaps where the model is to run
+
+
 def find_base(model: str | Path, *, fetch: Callable[[str], str] = str) -> tuple[str, str | None]:
     """Return where the weights of a model are, a local path or a hub name, and the commit on the hub if it is fixed.
 
@@ -131,6 +195,9 @@ def load_base(model: str | Path, *, fetch: Callable[[str], str] = str, **options
     """
     place, revision = find_base(model, fetch=fetch)
     check_weight_files(place)
+    config = read_config(place, trust_remote_code=options.get("trust_remote_code", False))
+    if options.get("quantization_config") and getattr(config, "quantization_config", None):
+        raise ValueError(f"{place} holds weights that are quantised already: leave out the precision of eight bits")
     if revision is not None:
         options["revision"] = revision
     base: PreTrainedModel = load_fitting(AutoModelForCausalLM, place, **options)

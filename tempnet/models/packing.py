@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import copy
 import re
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 # Sizes of the test: the documents are longer than the attention window.
 _LENGTHS, _WINDOW, _VOCABULARY, _NUM_HEADS = (7, 9), 4, 64, 2
@@ -101,12 +102,15 @@ def small_model(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         ValueError: if the model would have too many parameters.
     """
-    config = _small_config(model.config)
+    config = _small_config(model.config.get_text_config())
+    kind: Any = type(model)
+    if type(config) is not type(model.config):  # of a composite model, the language model alone
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with torch.device("meta"):
-        num_parameters = sum(parameter.numel() for parameter in type(model)(config).parameters())
+        num_parameters = sum(parameter.numel() for parameter in kind(config).parameters())
     if num_parameters > _MAX_NUM_PARAMETERS:
         raise ValueError(f"it would have {num_parameters:,} parameters")
-    small = type(model)(config).eval()
+    small = kind(config).eval()
     for parameter in small.parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)

@@ -22,7 +22,7 @@ from tempnet.loading import load_causal_lm
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.models.output_head import find_output_head, output_weight
 from tempnet.softmax.reference import TemperatureLossConfig
-from tests.tempnet.tiny_language_models import PROMPTS, VOCABULARY, left_padded, make_base, make_tempnet
+from tests.tempnet.tiny_language_models import PROMPTS, VOCABULARY, left_padded, make_base, make_composite, make_tempnet
 
 ARCHITECTURES = ["gpt2", "gpt_neox", "llama"]
 
@@ -38,11 +38,11 @@ def tau_of_training(base: PreTrainedModel, network: TempNet, tokens: Tensor, tra
     return tau
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "composite"])
 def test_one_tau_for_one_context(architecture: str) -> None:
-    base, network = make_base(architecture), make_tempnet()
+    base, network = make_composite() if architecture == "composite" else make_base(architecture), make_tempnet()
     tied = base.get_output_embeddings().weight is base.get_input_embeddings().weight
-    assert tied == (architecture == "gpt2")
+    assert tied == (architecture in ("gpt2", "composite"))
     assert can_fold(base, network)
     batch, num_new = left_padded(PROMPTS), 7
     torch.manual_seed(3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, PreTrainedModel
 
 from tempnet import TempNet, TempNetConfig
 
@@ -30,6 +30,23 @@ def make_base(architecture: str, **changes: object) -> PreTrainedModel:
             **changes,
         },
     )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def make_composite() -> PreTrainedModel:
+    """Return a model of text and images, whose configuration holds that of its text."""
+    torch.manual_seed(0)
+    text = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16}
+    text |= {"num_key_value_heads": 1, "intermediate_size": 64, "max_position_embeddings": 64, "initializer_range": 0.5}
+    image = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "intermediate_size": 8,
+        "image_size": 28,
+    }
+    tokens = {"image_token_index": 63, "boi_token_index": 62, "eoi_token_index": 61}
+    config = Gemma3Config(text_config=text, vision_config=image, mm_tokens_per_image=4, **tokens)
     return AutoModelForCausalLM.from_config(config).eval()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from jobs.engine.fields import absolute_path
 from jobs.engine.fingerprints import model_digest
@@ -33,6 +33,7 @@ from pipelines.sources import check_source
 from pipelines.text.manifest import ArchiveEntry
 from pipelines.text.reading import readable_documents
 from pipelines.text.tokenization import document_start_id, load_tokenizer
+from tempnet.base_model import read_config
 from tempnet.loading import load_tempnet
 from tempnet.weights import check_weight_files
 
@@ -85,7 +86,8 @@ def resolve_settings(
         check_source(local_copy(config.model, with_weights=False))
     tokenizer = load_tokenizer(config.model)
     check_weight_files(place := local_copy(config.model))
-    model = AutoConfig.from_pretrained(place, trust_remote_code=False).get_text_config()
+    with naming_field("model = "):
+        model = read_config(place).get_text_config()
     context = getattr(model, "max_position_embeddings", None)
     length = min(config.tokens_per_document, context or config.tokens_per_document)
     documents = read_documents(config, archives, tokenizer, length)

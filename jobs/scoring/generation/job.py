@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from jobs.engine.fields import absolute_path
 from jobs.engine.fingerprints import model_digest, tempnet_digest
@@ -19,6 +19,7 @@ from jobs.tasks.base import naming_field
 from pipelines.local_copy import local_copy
 from pipelines.storage import exists, write_bytes
 from pipelines.text.tokenization import encode_prompt, load_tokenizer, token_pieces
+from tempnet.base_model import read_config
 from tempnet.loading import load_tempnet
 from tempnet.network import TempNet
 
@@ -64,12 +65,12 @@ def run(config: GenerateConfig) -> Outcome:
             vocabulary does not fit.
     """
     prompts, prompt_format = read_prompts(config.prompts, config.format, config.limit), FORMATS[config.format]
+    room = room_for_prompts(config)
     tokenizer = load_tokenizer(config.model)
     if config.chat == "on" and tokenizer.chat_template is None:
         raise ValueError(f"chat = on: the tokenizer of {config.model} has no chat template")
     is_chat = config.chat != "off" and tokenizer.chat_template is not None
     temperature = choose_temperature(config, tokenizer)
-    room = room_for_prompts(config)
     settings = settings_of(config, temperature, is_chat)
     path = records_path(config, prompt_format)
     if prompt_format.export is not None and exists(config.output) and not exists(path):
@@ -148,8 +149,9 @@ def room_for_prompts(config: GenerateConfig) -> int | None:
     Raises:
         ValueError: if `max_new_tokens` leaves no room for a prompt.
     """
-    place = local_copy(config.model, with_weights=False)
-    model = AutoConfig.from_pretrained(place, trust_remote_code=config.trust_remote_code).get_text_config()
+    with naming_field("model = "):
+        place = local_copy(config.model, with_weights=False)
+        model = read_config(place, trust_remote_code=config.trust_remote_code).get_text_config()
     context: int | None = getattr(model, "max_position_embeddings", None)
     if context is None:
         return None

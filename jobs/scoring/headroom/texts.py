@@ -19,11 +19,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-)
 
 from jobs.engine.fields import absolute_path
 from jobs.engine.fingerprints import model_digest
@@ -51,7 +46,7 @@ from pipelines.sources import check_source
 from pipelines.storage import join
 from pipelines.text.reading import Document, readable_documents
 from pipelines.text.tokenization import document_start_id, load_tokenizer, tokenizer_digest
-from tempnet.base_model import load_base
+from tempnet.base_model import load_base, read_config
 from tempnet.devices import DeviceMap, input_device, move_base
 from tempnet.headroom.features import Tokens
 from tempnet.headroom.profile import Profiles
@@ -106,12 +101,14 @@ def resolve_settings(config: Headroom) -> tuple[HeadroomSettings, list[Archive]]
     with naming_field("model = "):
         check_source(local_copy(config.model, with_weights=False))
     if is_directory(join(config.model, IMAGE_ENCODER_DIRECTORY)):
-        raise ValueError(_no_image_text_model(config.model))
+        raise ValueError(
+            f"model = {config.model!r} is an image–text model, and text is for causal language models: give images in "
+            "its place"
+        )
+    with naming_field("model = "):
+        check_weight_files(place := local_copy(config.model))
+        base = read_config(place).get_text_config()
     tokenizer = load_tokenizer(config.model)
-    check_weight_files(place := local_copy(config.model))
-    model = AutoConfig.from_pretrained(place, trust_remote_code=False)
-    _check_kind(config.model, model)
-    base = model.get_text_config()
     if len(tokenizer) > base.vocab_size:
         raise ValueError(
             f"model = {config.model!r}: its tokenizer has {len(tokenizer)} tokens, more than its {base.vocab_size} logits"
@@ -136,25 +133,6 @@ def resolve_settings(config: Headroom) -> tuple[HeadroomSettings, list[Archive]]
         tokenizer_digest=tokenizer_digest(tokenizer),
         known_text=tuple(known),
     ), archives
-
-
-def _no_image_text_model(model: str) -> str:
-    return f"model = {model!r} is an image–text model, and text is for causal language models: give images in its place"
-
-
-def _check_kind(model: str, config: PretrainedConfig) -> None:
-    """Refuse models that predict no next token.
-
-    Raises:
-        ValueError: if the model is one of images and texts, or an encoder of texts.
-    """
-    if config.model_type in MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES:
-        raise ValueError(_no_image_text_model(model))
-    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
-        raise ValueError(
-            f"model = {model!r} is an encoder ({config.model_type}), and text is for causal language models, which "
-            "predict the next token"
-        )
 
 
 def _check_number_of_documents(config: Headroom, archives: list[Archive]) -> None:

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from lm_eval.models.utils import resolve_max_length
-from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from jobs.engine.fields import absolute_path
 from jobs.engine.fingerprints import model_digest, tempnet_digest
@@ -36,6 +36,7 @@ from pipelines.local_copy import is_directory, local_copy
 from pipelines.sources import checked_copy
 from pipelines.storage import join
 from pipelines.text.tokenization import load_tokenizer
+from tempnet.base_model import read_config
 from tempnet.fingerprints import files_digest
 from tempnet.loading import load_tempnet
 from tempnet.network import PAIRED_DIRECTORY, TempNet
@@ -209,8 +210,5 @@ def _model_spec(
 def _base_config(path: str, trust_remote_code: bool) -> PretrainedConfig:
     place = checked_copy(path, "models: ")
     check_weight_files(place)
-    try:
-        return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"models: {path!r} is no Transformers model directory or hub name: {reason}") from error
+    with naming_field("models: "):
+        return read_config(place, trust_remote_code=trust_remote_code)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from jobs.engine.fields import with_absolute_paths
 from jobs.engine.fingerprints import model_digest, tempnet_digest
@@ -24,7 +24,7 @@ from jobs.scoring.verifiers.panel import Panel
 from jobs.tasks.base import naming_field
 from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import load_tokenizer
-from tempnet.base_model import BaseReference, base_digest, find_base, read_reference
+from tempnet.base_model import BaseReference, base_digest, find_base, read_config, read_reference
 from tempnet.loading import load_tempnet
 from tempnet.network import TempNet
 from tempnet.network_config import TempNetConfig
@@ -101,6 +101,9 @@ def make_plan(config: RewardConfig) -> RewardPlan:
     config = dataclasses.replace(config, storage=config.run.resolved_storage)
     prompts = read_prompts(config.prompts, config.format, config.limit)
     held_out = _read_held_out(config, prompts)
+    with naming_field("model = "):
+        place = local_copy(config.model, with_weights=False)
+        base = read_config(place, trust_remote_code=config.trust_remote_code).get_text_config()
     with naming_field("model: "):
         tokenizer = load_tokenizer(config.model)
     if config.chat == "on" and tokenizer.chat_template is None:
@@ -109,8 +112,6 @@ def make_plan(config: RewardConfig) -> RewardPlan:
     fitting = _fitting("prompts", config, [_question(prompt, tokenizer, is_chat) for prompt in prompts])
     new = [_question(prompt, tokenizer, is_chat) for prompt in held_out]
     measured = _fitting("held_out_prompts", config, new) if new else ()
-    place = local_copy(config.model, with_weights=False)
-    base = AutoConfig.from_pretrained(place, trust_remote_code=config.trust_remote_code).get_text_config()
     plan = RewardPlan(
         config=config,
         questions=fitting,

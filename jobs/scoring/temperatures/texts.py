@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig
 
 from jobs.engine.fields import absolute_path
 from jobs.engine.fingerprints import model_digest, tempnet_digest
@@ -26,6 +25,7 @@ from jobs.tasks.base import naming_field
 from pipelines.archives import Archive
 from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import document_start_id, load_tokenizer, tokenizer_digest
+from tempnet.base_model import read_config
 from tempnet.devices import DeviceMap, input_device, move_base
 from tempnet.inference import CachedFold, can_fold
 from tempnet.loading import load_causal_lm, load_tempnet
@@ -87,11 +87,12 @@ def model_settings(config: PredictTemperaturesConfig) -> PredictionSettings:
         FileNotFoundError, OSError: if the model or the TempNet is missing.
         ValueError: if they do not fit together, or a field does not fit them.
     """
+    with naming_field("model = "):
+        check_weight_files(place := local_copy(config.model))
+        base = read_config(place).get_text_config()
     with naming_field("tempnet = " if config.tempnet else "model = "):
         network = load_tempnet(local_copy(config.tempnet or config.model))
     tokenizer = load_tokenizer(config.model)
-    check_weight_files(place := local_copy(config.model))
-    base = AutoConfig.from_pretrained(place, trust_remote_code=False).get_text_config()
     _check_vocabulary(config.model, network, num_tokens=len(tokenizer), num_logits=base.vocab_size)
     context_length, stride = choose_windows(config.model, base, config.context_length, config.stride)
     return PredictionSettings(

@@ -26,12 +26,13 @@ def flops_per_token(module: TemperatureCausalLM, config: LanguageModelConfig) ->
     num_tempnet = _count(module.tempnet.parameters()) if module.tempnet else 0
     if isinstance(base, StoredBase):
         return 2 * _count([base.output.weight]) + 4 * num_tempnet
-    position = getattr(base.config, "max_position_embeddings", 0) * base.config.hidden_size
+    text = base.config.get_text_config()
+    position = getattr(text, "max_position_embeddings", 0) * text.hidden_size
     num_base = _count(chain(base.parameters(), constant_weights(base)))
     embedding = next(base.get_input_embeddings().parameters())
     num_lookup = 0 if base.config.tie_word_embeddings else _count([embedding])
     num_multiplying = num_base - num_lookup - (position if base.config.model_type == "gpt2" else 0)
-    attention = 12 * base.config.num_hidden_layers * base.config.hidden_size * config.data.context_length
+    attention = 12 * text.num_hidden_layers * text.hidden_size * config.data.context_length
     whole = 6 * num_multiplying + attention
     return (whole / 3 if module.freeze_base else whole) + 4 * num_tempnet
 

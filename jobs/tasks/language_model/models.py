@@ -13,12 +13,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from jobs.tasks.base import naming_field
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.teacher import as_base, load_teacher, teacher_temperature
 from pipelines.local_copy import local_copy
 from pipelines.sources import checked_copy
 from pipelines.text.tokenization import document_start_id, load_tokenizer, tokenizer_digest
-from tempnet.base_model import find_base, load_base
+from tempnet.base_model import find_base, load_base, read_config
 from tempnet.dro import rho_from_target_entropy
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.models.compiled import compile_blocks
@@ -47,13 +48,8 @@ def base_config(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast)
     if model.path:
         place = checked_copy(model.path, "model.path = ", with_weights=False)
         check_weight_files(place)
-        try:
-            base = AutoConfig.from_pretrained(place, trust_remote_code=model.trust_remote_code)
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ValueError(
-                f"model.path = {model.path!r} is no Transformers model directory or hub name: {reason}"
-            ) from error
+        with naming_field("model.path = "):
+            base = read_config(place, trust_remote_code=model.trust_remote_code)
     else:
         base = AutoConfig.for_model(
             model.architecture,
@@ -69,12 +65,13 @@ def base_config(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast)
             base.resid_pdrop = base.embd_pdrop = base.attn_pdrop = model.dropout
         elif model.dropout:
             raise ValueError(f"model.dropout = {model.dropout:g} is supported only for model.architecture = 'gpt2'")
-    if vocab_size > base.vocab_size:
+    text = base.get_text_config()
+    if vocab_size > text.vocab_size:
         raise ValueError(
             f"data.tokenizer = {config.tokenizer!r} has {vocab_size} tokens, more than the vocabulary of "
-            f"{base.vocab_size} of model.path = {model.path!r}: use the model's own tokenizer"
+            f"{text.vocab_size} of model.path = {model.path!r}: use the model's own tokenizer"
         )
-    num_positions = getattr(base, "max_position_embeddings", None) or config.data.context_length
+    num_positions = getattr(text, "max_position_embeddings", None) or config.data.context_length
     if config.data.context_length > num_positions:
         raise ValueError(
             f"data.context_length = {config.data.context_length} is more than the {num_positions} positions of the base model"

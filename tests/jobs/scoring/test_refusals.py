@@ -17,7 +17,7 @@ import pytest
 from clip_support import make_classes, make_clip, make_dual_encoder_with_tempnets, make_pairs
 from evaluation_support import MAX_LENGTH, QUESTIONS, TEXT, make_export, write_lines
 from prediction_support import VOCAB_SIZE, save_tiny_model, some_texts
-from transformers import DistilBertConfig, DistilBertModel
+from transformers import DistilBertConfig, DistilBertModel, GPT2Config, T5Config
 
 from jobs.scoring.calibration.config import Rho
 from jobs.scoring.config import LanguageModelPool
@@ -134,8 +134,8 @@ REFUSED = {
         "--folds 13": "has 12 readable documents, fewer than folds = 13",
         "--context-length 17": "context_length = 17 must lie in 1 … 16",
         "--model dual": "model = 'dual' is an image–text model, and text is for causal language models: give images in its",
-        "--model clip": "model = 'clip' is an image–text model, and text is for causal language models",
-        "--model encoder": "model = 'encoder' is an encoder (distilbert), and text is for causal language models",
+        "--model clip": "clip is no causal language model (clip): a model that predicts the next token",
+        "--model encoder": "encoder is no causal language model (distilbert)",
     },
     "calibrate headroom --images": {
         '--images ""': "text and images are both empty: give text for a language model, or images for an image–text",
@@ -206,6 +206,21 @@ REFUSED = {
         "--tasks MR --similarity MR=f": "tasks and similarity name 'MR' twice",
     },
 }
+# Models of others that no language-model job can read.
+for job in (
+    "generate",
+    "train_reward",
+    "predict_temperatures",
+    "calibrate headroom",
+    "analyse decoders",
+    "evaluate_lm",
+):
+    field = "models" if job == "evaluate_lm" else "model"
+    REFUSED[job] |= {
+        f"--{field} t5": "t5 is an encoder with a decoder (t5)",
+        f"--{field} adapter": "adapter holds an adapter and no model: merge it",
+        f"--{field} awq": "awq holds weights quantised by awq: install what it needs, or",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -236,6 +251,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     TempNet(TempNetConfig.for_logits(VOCABULARY + 1, rho=2.0, hidden_size=4, num_prototypes=4)).save_pretrained(
         place / "big"
     )
+    for name in ("t5", "adapter", "awq"):
+        shutil.copytree(place / "gpt2", place / name)
+    T5Config().save_pretrained(place / "t5")
+    (place / "adapter" / "config.json").rename(place / "adapter" / "adapter_config.json")
+    GPT2Config(quantization_config={"quant_method": "awq", "bits": 4}).save_pretrained(place / "awq")
     make_clip(place / "clip")
     make_dual_encoder_with_tempnets(place / "dual")
     for name in ("bare", "foreign", "wide"):

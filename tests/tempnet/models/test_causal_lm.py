@@ -14,6 +14,7 @@ from tempnet import TempNet, TempNetConfig
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.models.packing import takes_document_mask
 from tempnet.softmax.reference import TemperatureLossConfig
+from tests.tempnet.tiny_language_models import make_composite
 
 VOCABULARY = 61
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
@@ -112,6 +113,12 @@ def test_finding_the_way_leaves_no_trace_and_depends_on_having_windows_not_on_th
     assert takes_document_mask(make_base("mistral", sliding_window=None))
     with pytest.raises(ValueError, match="'bert' sees later tokens: it is no causal language model"):
         takes_document_mask(make_base("bert", "eager"))
+    # A model of text and images is tried by its language model.
+    composite, positions = make_composite(), torch.tensor([[0, 1, 2, 0, 1]])
+    ids = torch.tensor([[5, 9, 11, 23, 42]])
+    assert not takes_document_mask(composite)
+    apart = torch.cat([composite(input_ids=part).logits for part in ids.split((3, 2), 1)], 1)
+    torch.testing.assert_close(composite(input_ids=ids, position_ids=positions).logits, apart, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
