@@ -19,6 +19,8 @@ from pipelines.store_errors import names_store, names_written_store
 MANIFEST_FILE = "manifest.json"
 """Name of the file that describes a prepared data set."""
 
+_NUM_ATTEMPTS = 10  # of a request to S3
+
 
 @names_store
 def resolve(uri: str) -> tuple[fs.FileSystem, str]:
@@ -40,7 +42,26 @@ def resolve(uri: str) -> tuple[fs.FileSystem, str]:
         raise ValueError(
             f"uri {uri!r} is not understood ({error}); expected a local path or file://, s3://, gs://, hdfs://"
         ) from error
+    if isinstance(filesystem, fs.S3FileSystem):
+        filesystem = _S3FileSystem(**filesystem.__reduce__()[1][0])
     return filesystem, path.rstrip("/") or path
+
+
+class _S3FileSystem(fs.S3FileSystem):
+    """S3 with the number of attempts that pyarrow gives to a URI, also where Ray has pickled it.
+
+    pyarrow repeats a request that fails up to 10 times for a filesystem from a URI, but only 3 times after pickling.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, retry_strategy=fs.AwsDefaultS3RetryStrategy(max_attempts=_NUM_ATTEMPTS))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _make_s3, super().__reduce__()[1]
+
+
+def _make_s3(settings: dict[str, Any]) -> _S3FileSystem:
+    return _S3FileSystem(**settings)
 
 
 def relative(path: str, root: str) -> str:

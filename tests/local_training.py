@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import multiprocessing as mp
 import os
-import shutil
 import tempfile
 import time
 import traceback
@@ -22,18 +21,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import pyarrow.fs
 import torch.distributed as dist
 
-from jobs.engine.checkpoint_files import write_file_list
+from jobs.engine.checkpoint import upload_part
 from jobs.engine.config import TrainingConfig
-from jobs.engine.failures import naming_full_disk
 from jobs.engine.job import WorkerJob
-from jobs.engine.resumption import checkpoint_name, find_resumption, whole_checkpoints, write_snapshot
-from jobs.engine.start import start_checkpoint
-from jobs.engine.worker import run_loop
+from jobs.engine.resumption import checkpoint_name, record_checkpoint, start_checkpoint
+from jobs.engine.worker import train_from_newest
 from jobs.engine.worker_context import Terminal, WorkerContext
-from pipelines.storage import resolve
 
 Call = Callable[..., list[Any]]
 
@@ -195,7 +190,7 @@ def train_plan(
 def train_locally(
     job: WorkerJob, config: TrainingConfig, *, rank: int = 0, world_size: int = 1, terminal: Terminal | None = None
 ) -> dict[str, Any]:
-    """Train from the newest checkpoint that is whole, and return what `jobs.engine.worker.run_loop` does.
+    """Train from the newest checkpoint that is whole, and return what `jobs.engine.worker.train_from_newest` does.
 
     All processes of the run call this; PyTorch's default process group must exist.
 
@@ -206,22 +201,22 @@ def train_locally(
         world_size: number of processes.
         terminal: where progress is shown; None: lines are printed.
     """
-    damaged: dict[str, str] = {}
     context = WorkerContext(
         rank=rank,
         world_size=world_size,
         local_world_size=world_size,
         report=DirectoryReport(config, rank=rank, world_size=world_size),
+        agree=agree,
         terminal=terminal,
     )
-    while True:
-        resumption = find_resumption(config.run.directory, damaged)
-        own = f"{config.run.directory}/{resumption.checkpoints[-1]}" if resumption.checkpoints else ""
-        dist.barrier()  # No rank writes a checkpoint before all of them have looked for the newest one.
-        result = run_loop(job, context, checkpoint=own or start_checkpoint(config.run), is_own=bool(own))
-        if "damaged" not in result:
-            return result
-        damaged |= result["damaged"]
+    return train_from_newest(job, context, directory=config.run.directory, checkpoint=start_checkpoint(config.run))
+
+
+def agree(value: Any) -> Any:
+    """Return what the first process passes."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
 
 
 class DirectoryReport:
@@ -229,24 +224,17 @@ class DirectoryReport:
 
     def __init__(self, config: TrainingConfig, *, rank: int, world_size: int) -> None:
         self._run, self._rank, self._world_size = config.run, rank, world_size
-        group = [uuid.uuid4().hex]
-        dist.broadcast_object_list(group)
-        (self._group,) = group
+        self._group = agree(uuid.uuid4().hex)
 
-    def __call__(self, metrics: Mapping[str, float], directory: Path, *, step: int) -> None:
+    def __call__(self, metrics: Mapping[str, float], directory: Path | None, *, step: int) -> None:
         """Store this rank's part; all ranks return when the checkpoint is whole."""
-        filesystem, place = resolve(f"{self._run.directory}/{checkpoint_name(step)}")
-        try:
-            with naming_full_disk(place):
-                write_file_list(directory, rank=self._rank, world_size=self._world_size, group=self._group)
-                filesystem.create_dir(place, recursive=True)
-                pyarrow.fs.copy_files(str(directory), place, destination_filesystem=filesystem)
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
+        if self._rank == 0:
+            with open(f"{self._run.directory}/reported.jsonl", "a") as lines:
+                lines.write(f"{json.dumps({'step': step, **metrics})}\n")
+        if directory is None:
+            return
+        uri = f"{self._run.directory}/{checkpoint_name(step)}"
+        upload_part(directory, uri, rank=self._rank, world_size=self._world_size, group=self._group)
         dist.barrier()
         if self._rank == 0:
-            *old, newest = whole_checkpoints(self._run.directory)
-            kept = [*old, newest][-self._run.num_checkpoints_kept :]
-            write_snapshot(self._run.directory, kept)  # as Ray Train notes which checkpoints there are
-            for name in set(old) - set(kept):
-                filesystem.delete_dir(resolve(f"{self._run.directory}/{name}")[1])
+            record_checkpoint(self._run.directory, checkpoint_name(step), num_kept=self._run.num_checkpoints_kept)

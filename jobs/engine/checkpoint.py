@@ -9,17 +9,21 @@ containers and DeepSpeed's own records are ever unpickled from a checkpoint.
 
 from __future__ import annotations
 
+import atexit
 import copyreg
+import fcntl
 import json
+import os
 import shutil
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow.fs
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
@@ -30,13 +34,14 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from jobs.engine.checkpoint_files import find_changed_file
+from jobs.engine.checkpoint_files import find_changed_file, write_file_list
 from jobs.engine.config import TrainingConfig
-from jobs.engine.failures import naming_full_disk
+from jobs.engine.failures import naming_full_disk, naming_refused_write
 from jobs.engine.job import FatalTrainingError
 from jobs.engine.reshard import load_moments, load_partitions
 from jobs.engine.schedules import keeping_settings
 from jobs.engine.worker_context import WorkerContext
+from pipelines.storage import resolve
 
 # Pickle this enum by value, as Python 3.11.7 does. Python 3.11.2 (Debian 12) pickles enum members as a call of getattr,
 # which `weights_only=True` rightly refuses.
@@ -104,18 +109,23 @@ class SafeCheckpointEngine(TorchCheckpointEngine):
 
 
 def save_checkpoint(
-    engine: DeepSpeedEngine, state: RunState, save_more: Callable[[Path], None], context: WorkerContext
+    engine: DeepSpeedEngine,
+    state: RunState,
+    save_more: Callable[[Path], None],
+    context: WorkerContext,
+    metrics: Mapping[str, float],
 ) -> None:
     """Write this rank's part of a checkpoint and report it (`WorkerContext.report`); all ranks must call this.
 
     Args:
         save_more: writes the task's own state into the given directory.
         context: this worker's place among the workers.
+        metrics: reported with it.
 
     Raises:
         DiskFullError: if there is no room for the local copy.
     """
-    directory = Path(tempfile.mkdtemp(prefix="tempnet-checkpoint-"))
+    directory = Path(tempfile.mkdtemp(dir=_process_directory()))
     engine.checkpoint_engine = SafeCheckpointEngine(frozen_names(engine.module))
     try:
         with naming_full_disk(directory):
@@ -126,7 +136,58 @@ def save_checkpoint(
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
-    context.report({"step": state.step}, directory, step=state.step)
+    context.report(metrics, directory, step=state.step)
+
+
+_PREFIX = "tempnet-checkpoints-"
+
+
+@cache
+def _process_directory() -> Path:
+    """Return this process's directory for checkpoints that wait to be uploaded; delete those of processes that were killed.
+
+    A process locks its directory as long as it lives.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # another user's
+            descriptor = os.open(left, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left)
+            finally:
+                os.close(descriptor)
+    while True:
+        directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        with suppress(FileNotFoundError):  # another process may have found it before it was locked
+            fcntl.flock(os.open(directory, os.O_RDONLY), fcntl.LOCK_SH)
+            if directory.exists():
+                atexit.register(shutil.rmtree, directory, ignore_errors=True)
+                return directory
+
+
+def upload_part(directory: Path, uri: str, *, rank: int, world_size: int, group: str) -> None:
+    """List the files of a rank's part of a checkpoint, copy them to the run's storage, and delete them here in any case.
+
+    Args:
+        directory: local directory of this rank's part.
+        uri: path or URI of the checkpoint.
+        rank: rank of this worker.
+        world_size: number of workers.
+        group: see `write_file_list`.
+
+    Raises:
+        DiskFullError, RefusedWriteError: naming what cannot be written.
+        OSError: if the storage fails otherwise.
+    """
+    filesystem, place = resolve(uri)
+    try:
+        with naming_full_disk(directory):
+            write_file_list(directory, rank=rank, world_size=world_size, group=group)
+        with naming_full_disk(place), naming_refused_write(filesystem, place):
+            filesystem.create_dir(place, recursive=True)
+            pyarrow.fs.copy_files(str(directory), place, destination_filesystem=filesystem)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def frozen_names(module: nn.Module) -> frozenset[str]:

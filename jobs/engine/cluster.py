@@ -12,16 +12,20 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
 import psutil
 import ray
-from ray._private import services
-from ray._private.resource_and_label_spec import ResourceAndLabelSpec
+
+from jobs.engine.ray_private import (
+    address_that_ray_asks,
+    find_started_cluster,
+    in_a_group_of_their_own,
+    listen_on_loopback,
+)
 
 # Set in every process that a job starts, unless the user has set the variable. Silences DeepSpeed's and Transformers'
 # logging, keeps the tokenizers' parallelism on after a fork, turns off Ray Data's usage reports, and has the workers'
@@ -84,7 +88,7 @@ def check_machine() -> str:
     address = os.environ.get("RAY_ADDRESS", "")
     if address == "auto":
         # Ray would join any Ray of this machine, such as one that another job has started for itself and will end.
-        address = services.find_bootstrap_address(None) or ""
+        address = find_started_cluster()
         if not address:
             raise ConnectionError(
                 "RAY_ADDRESS = auto, but no cluster was started by `ray start` on this machine: start one, give its "
@@ -139,7 +143,7 @@ def _wait_for_head(address: str) -> None:
         raise ConnectionError(f"RAY_ADDRESS = {address} is no HOST:PORT of a Ray cluster, and neither auto nor local")
     if place == address:
         # Ray takes the address of this machine for that of loopback, where a head may not listen.
-        place = services.canonicalize_bootstrap_address(address) or address
+        place = address_that_ray_asks(address)
     deadline = time.monotonic() + _SECONDS_TO_ANSWER
     while not answers(place):
         if time.monotonic() > deadline:
@@ -159,21 +163,6 @@ def _wait_for_head(address: str) -> None:
                 f"RAY_ADDRESS = {address}: what listens there is no head of a Ray cluster; correct the address, or unset "
                 "RAY_ADDRESS for a Ray of the job's own"
             ) from None
-
-
-@contextmanager
-def _in_a_group_of_their_own() -> Iterator[None]:
-    """Give every process that Ray starts inside the block a process group of its own.
-
-    A signal to the whole group of the job, which `timeout` and many schedulers send, would otherwise end Ray while the job
-    is saving. Ray's processes end with the job in any case.
-    """
-    original = services.ConsolePopen
-    services.ConsolePopen = partial(original, process_group=0)  # type: ignore[misc, assignment]
-    try:
-        yield
-    finally:
-        services.ConsolePopen = original  # type: ignore[misc]
 
 
 def _start_local_ray() -> None:
@@ -201,7 +190,7 @@ def _start_local_ray() -> None:
     for attempt in range(1, _NUM_STARTS + 1):
         # Without address="local" Ray would join whichever cluster was last started on this machine, even a dead one.
         try:
-            with _in_a_group_of_their_own():
+            with in_a_group_of_their_own():
                 ray.init(
                     address="local",
                     include_dashboard=False,
@@ -265,17 +254,6 @@ def _make_token(path: Path) -> None:
         path.chmod(0o600)
 
 
-def listen_on_loopback() -> None:
-    """Have Ray listen on loopback, of IPv6 too, unless RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1 asks for all addresses.
-
-    Ray does so where it starts no clusters, by default on Windows and macOS, and an address given to `ray.init` does not
-    change it. The processes that it starts read the variable; this one has read it already, when it imported Ray.
-    """
-    name = ray._private.ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
-    os.environ.setdefault(name, "0")
-    ray._private.ray_constants.ENABLE_RAY_CLUSTER = ray._private.ray_constants.env_bool(name, False)
-
-
 def check_placement(field: str, resources: Mapping[str, float]) -> None:
     """Check that some node of the cluster has the custom resources of a task, which would wait for ever otherwise.
 
@@ -297,14 +275,6 @@ def check_placement(field: str, resources: Mapping[str, float]) -> None:
             f"{', '.join(f'{name}={amount:g}' for name, amount in largest.items())}): start the nodes that are to read "
             f"with ray start --resources, or choose other resources"
         )
-
-
-def local_resources() -> dict[str, float]:
-    """Return the resources that a Ray on this machine would have, by name, as Ray itself finds them when it starts."""
-    found = ResourceAndLabelSpec()
-    found.resolve(is_head=True, node_ip_address="127.0.0.1")
-    resources: dict[str, float] = found.to_resource_dict()
-    return resources
 
 
 def check_resources(

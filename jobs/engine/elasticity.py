@@ -16,16 +16,10 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray._private import state
 from ray.actor import ActorHandle
 from ray.train import ScalingConfig
-from ray.train.v2._internal.execution.scaling_policy import (
-    NoopDecision,
-    ResizeDecision,
-    ScalingDecision,
-    ScalingPolicy,
-)
 
+from jobs.engine.ray_private import NoopDecision, ResizeDecision, ScalingDecision, ScalingPolicy, free_resources
 from jobs.engine.resumption import registered_step
 
 # The workers of a node that goes down may fail before the node's own process ends.
@@ -109,7 +103,7 @@ class ElasticPolicy(ScalingPolicy):
         """Return the largest number of workers above those that run for which there is free room; None if there is none."""
         if running == self._possible[-1]:
             return None
-        free = state.available_resources_per_node()
+        free = free_resources()
         if not self._count_room(free.values()):
             return None
         nodes = answering_nodes()

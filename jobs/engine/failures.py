@@ -18,17 +18,17 @@ from pyarrow.fs import FileSystem, LocalFileSystem
 from ray.actor import ActorHandle
 from ray.exceptions import RayTaskError
 from ray.train import FailureConfig
-from ray.train.v2._internal.constants import (
-    DEFAULT_WORKER_GROUP_START_TIMEOUT_S,
-    WORKER_GROUP_START_TIMEOUT_S_ENV_VAR,
-)
-from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
-from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
-from ray.train.v2._internal.execution.failure_handling.default import RETRYABLE_CONTROLLER_ERRORS
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 
 from jobs.engine.masking import masked
 from jobs.engine.progress import note_failure
+from jobs.engine.ray_private import (
+    RETRYABLE_CONTROLLER_ERRORS,
+    DefaultFailurePolicy,
+    FailureDecision,
+    WorkerGroupStartupTimeoutError,
+    WorkerHealthCheckFailedError,
+)
 from jobs.engine.resumption import find_resumption, registered_step
 from pipelines.store_errors import RefusedWriteError, explain_write, is_store
 
@@ -278,4 +278,4 @@ def _describe_wait(failure: Exception) -> str:
 
 
 def _start_timeout() -> float:
-    return float(os.environ.get(WORKER_GROUP_START_TIMEOUT_S_ENV_VAR, DEFAULT_WORKER_GROUP_START_TIMEOUT_S))
+    return float(os.environ.get("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "60"))

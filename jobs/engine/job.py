@@ -35,6 +35,8 @@ class WorkerJob:
     """Whether progress is drawn as a bar (a terminal) or as lines (a log file)."""
     watch: Watch | None = None
     """Decides after every validation whether to end the run early; None: the run is never ended early."""
+    saves_validated: bool = False
+    """Whether to write a checkpoint after every validation, so that whoever ends the run early loses no step."""
     shares_cores: bool = False
     """Whether other runs train at the same time on the same machine."""
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pyarrow.fs import FileType
 from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
 
 from jobs.engine.checkpoint_files import find_damage
 from jobs.engine.cluster import check_resources, start_ray
@@ -14,7 +14,7 @@ from jobs.engine.config import TrainingConfig
 from jobs.engine.job import FatalTrainingError, WorkerJob
 from jobs.engine.resumption import whole_checkpoints
 from jobs.engine.task import Plan
-from jobs.engine.trainer import Trainer, worker_environment
+from jobs.engine.trainer import run_trainer, worker_environment
 from jobs.engine.worker import export_worker, pack_job
 from pipelines.storage import exists, read_json, resolve
 
@@ -99,9 +99,9 @@ def make_late_export(plan: Plan, late: LateExport) -> None:
     prepared = plan.prepare()
     job = WorkerJob(create_task=prepared.create_task, tracked_run=None, mailbox=None, with_bar=False)
     filesystem, path = resolve(config.run.directory)
-    trainer = Trainer(
+    trainer = TorchTrainer(
         export_worker,  # type: ignore[arg-type]  # Ray's annotations are those of Train V1
-        train_loop_config=pack_job(job, checkpoint=late.checkpoint),
+        train_loop_config=pack_job(job, directory=config.run.directory, checkpoint=late.checkpoint),
         scaling_config=ScalingConfig(
             num_workers=workers.max_workers,
             use_gpu=workers.use_gpu,
@@ -115,7 +115,7 @@ def make_late_export(plan: Plan, late: LateExport) -> None:
         ),
     )
     try:
-        result: dict[str, Any] = trainer.fit().return_value
+        result = run_trainer(trainer)
     finally:
         if filesystem.get_file_info(f"{path}/{_DIRECTORY}").type == FileType.Directory:
             filesystem.delete_dir(f"{path}/{_DIRECTORY}")

@@ -7,11 +7,12 @@ Whatever can be refused without Ray is refused before it starts: by the configur
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from pyarrow.fs import FileSelector
+from ray.train import UserCallback
 from ray.train.v2.api.exceptions import TrainingFailedError
 
 from jobs.engine.cluster import check_resources, start_ray
@@ -28,14 +29,14 @@ from jobs.engine.outcome import finish
 from jobs.engine.preflight import Named, check_plan, find_outcome
 from jobs.engine.progress import note_failure
 from jobs.engine.recording import RecordModels, record_end
-from jobs.engine.resumption import find_resumption, registered_step, write_snapshot
+from jobs.engine.resumption import registered_step
 from jobs.engine.run_list import describe_run
 from jobs.engine.stopping import stopping_softly
 from jobs.engine.tags import run_tags
 from jobs.engine.task import Plan, PreparedTask
 from jobs.engine.task_record import write_task
 from jobs.engine.tracking import TrackedRun, mark_if_ended, open_run, resolve_uri, survive_outage
-from jobs.engine.trainer import make_trainer
+from jobs.engine.trainer import make_trainer, run_trainer
 from jobs.engine.watch import Watch
 from pipelines.storage import create_directory, resolve, write_json
 
@@ -152,37 +153,31 @@ def _fit_plan(
         return fit(plan.config, job, data_cpus=plan.data_cpus)
 
 
-def fit(config: TrainingConfig, job: WorkerJob, *, data_cpus: float) -> dict[str, Any]:
+def fit(
+    config: TrainingConfig, job: WorkerJob, *, data_cpus: float, callbacks: Sequence[UserCallback] = ()
+) -> dict[str, Any]:
     """Train from the newest checkpoint that is whole, and return the result of rank 0; see `make_trainer`.
 
     Raises:
-        FatalTrainingError: if restarting the workers would fail in the same way.
-        ValueError: if the workers find that no checkpoint is whole.
+        FatalTrainingError: if restarting the workers would fail in the same way, also if no checkpoint is whole.
         KeyboardInterrupt: on Ctrl-C, and on SIGTERM, after the workers have saved the current step.
     """
-    damaged: dict[str, str] = {}
     mailbox: Any = job.mailbox
     ask = None if mailbox is None else mailbox.ask_to_stop.remote
-    while True:
-        resumption = find_resumption(config.run.directory, damaged)
-        for note in resumption.notes:
-            print(f"{note}; going on from step {resumption.step}", flush=True)
-        write_snapshot(config.run.directory, resumption.checkpoints)
-        try:
-            with stopping_softly(ask, grace_seconds=config.run.grace_seconds, say=print) if ask else nullcontext():
-                result: dict[str, Any] = make_trainer(config, job, data_cpus=data_cpus).fit().return_value
-        except TrainingFailedError as error:
-            if message := explain_end(error, config.run.directory, max_wait_minutes=config.run.max_wait_minutes):
-                raise FatalTrainingError(message) from error
-            raise
-        if "fatal" in result:
-            raise FatalTrainingError(result["fatal"])
-        if "interrupted" in result:
-            print(f"saved at step {result['interrupted']}", flush=True)
-            raise KeyboardInterrupt
-        if "damaged" not in result:
-            return result
-        damaged |= result["damaged"]
+    trainer = make_trainer(config, job, data_cpus=data_cpus, callbacks=callbacks)
+    try:
+        with stopping_softly(ask, grace_seconds=config.run.grace_seconds, say=print) if ask else nullcontext():
+            result = run_trainer(trainer)
+    except TrainingFailedError as error:
+        if message := explain_end(error, config.run.directory, max_wait_minutes=config.run.max_wait_minutes):
+            raise FatalTrainingError(message) from error
+        raise
+    if "fatal" in result:
+        raise FatalTrainingError(result["fatal"])
+    if "interrupted" in result:
+        print(f"saved at step {result['interrupted']}", flush=True)
+        raise KeyboardInterrupt
+    return result
 
 
 @contextmanager

@@ -8,6 +8,7 @@ are read and checked every `run.log_every` steps, and before anything is validat
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -100,6 +101,9 @@ class TrainingLoop:
                 if config.tracking.system_metrics:
                     self.system_metrics = SystemMetrics(self.metrics, lambda: self.step)
         self.retry_log = RetryLog(self.progress.say if self.progress else lambda _: None, state.store_retries)
+        self.saves_validated = job.saves_validated
+        self.last_loss = math.nan
+        self.metrics_to_report: dict[str, float] = {}
         self.losses: list[Tensor] = []
         self.digests: list[int] = []
         self.total, self.since_report = Pace(), Pace()
@@ -127,8 +131,9 @@ class TrainingLoop:
                     f"the first step took {self.total.seconds:.0f} s, most of it to compile the base's blocks"
                 )
             is_last = self.step == config.run.num_steps
-            is_saved = is_last or self.must_save or self.step % config.run.checkpoint_every == 0
             is_validated = not is_last and self.step % config.validation.every == 0
+            is_due = self.step % config.run.checkpoint_every == 0 or (is_validated and self.saves_validated)
+            is_saved = is_last or self.must_save or is_due
             if is_logged or is_saved or is_validated:
                 self._report_steps(statistics)
             if is_validated:
@@ -136,9 +141,12 @@ class TrainingLoop:
                 self._look()
             if is_saved or self.reason_to_stop:
                 self._save()
+            elif is_validated:
+                self.context.report(self._take_metrics(), None, step=self.step)
             if self.must_stop and not is_last:
                 return {"interrupted": self.step}
         outcome = self._validate(with_details=True)
+        self.context.report(self._take_metrics(), None, step=self.step)
         outcome |= {
             "num_steps": self.step,
             "stopped": self.reason_to_stop,
@@ -210,6 +218,7 @@ class TrainingLoop:
         dist.all_reduce(losses)
         first = self.step - len(losses) + 1
         values, digests = losses.tolist(), self.digests
+        self.last_loss = values[-1]
         self.losses, self.digests = [], []
         bad_step = next((step for step, value in enumerate(values, start=first) if not np.isfinite(value)), None)
         if self.metrics:
@@ -276,12 +285,20 @@ class TrainingLoop:
         if self.progress:
             self.progress.say(f"validation at step {self.step}: {self.task.describe(scores)}")
         rating = self.task.rating(scores)
+        self.metrics_to_report = {"loss": self.last_loss, **scores}
+        if rating is not None:
+            self.metrics_to_report["rating"] = rating
         is_better = rating is not None and (self.best_rating is None or rating > self.best_rating)
         if is_better or (rating is None and with_details):
             self.best_rating = rating
             with naming_full_disk(self.config.run.export_directory):
                 self.task.export()
         return {"validation": scores, "best_rating": self.best_rating, **(details or {})}
+
+    def _take_metrics(self) -> dict[str, float]:
+        """Return the training loss and the scores of the validation after this step, once; empty if there was none."""
+        metrics, self.metrics_to_report = self.metrics_to_report, {}
+        return metrics
 
     def _look(self) -> None:
         """Ask the watch on rank 0 whether to end the run here, and tell all ranks."""
@@ -310,4 +327,4 @@ class TrainingLoop:
             order_version=self.task.stream.plan.order_version,
             store_retries=self.retry_log.total,
         )
-        save_checkpoint(self.engine, state, self._save_more, self.context)
+        save_checkpoint(self.engine, state, self._save_more, self.context, self._take_metrics())

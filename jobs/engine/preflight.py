@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 from pyarrow.fs import LocalFileSystem
 
-from jobs.engine.cluster import check_machine, check_resources, local_resources
+from jobs.engine.cluster import check_machine, check_resources
 from jobs.engine.config import RunSection, TrainingConfig
 from jobs.engine.identity import differences, recorded_values
 from jobs.engine.masking import masked
-from jobs.engine.resumption import find_resumption, whole_checkpoints
-from jobs.engine.start import check_start
+from jobs.engine.ray_private import local_resources
+from jobs.engine.resumption import check_start, find_resumption, whole_checkpoints
 from jobs.engine.task import Plan
 from jobs.engine.tracking_store import SQLITE, check_experiment
 from pipelines.storage import exists, join, read_json, resolve, write_bytes

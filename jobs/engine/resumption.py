@@ -1,27 +1,27 @@
-"""Chooses the checkpoint that a run continues from: the newest that is whole.
+"""Chooses the checkpoint that a run continues from, its own or another run's: the newest that is whole.
 
-Ray Train continues from the newest checkpoint named in its snapshot file, even if that checkpoint is damaged or gone.
-Here the checkpoints' own directories decide instead, and the snapshot is rewritten from them before every start. A
-snapshot that is damaged, missing or written by another version of Ray therefore does no harm, and a damaged checkpoint
-costs only the steps since the previous one.
+The checkpoints' own directories decide. `checkpoints.json` in the run's directory only notes which checkpoints were
+finished by all workers, so that one which is damaged later is told from an upload that never ended. A damaged checkpoint
+costs the steps since the previous one.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pyarrow.fs import FileSelector, FileType
-from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME as SNAPSHOT_FILE
-from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
-    _CheckpointManagerState,
-    _TrainingResultState,
-)
 
 from jobs.engine.checkpoint_files import find_damage
+from jobs.engine.config import RunSection, TrainingConfig
+from jobs.engine.identity import differences, may_differ, recorded_values
 from pipelines.storage import read_json, resolve, write_json
 
+RECORD_FILE = "checkpoints.json"
+# Earlier versions had no record of their own; Ray Train's file names the checkpoints that it has registered.
+_EARLIER_RECORD_FILE = "checkpoint_manager_snapshot.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -37,7 +37,7 @@ class Resumption:
     checkpoints: list[str]
     """Names of the checkpoints that are whole, oldest first."""
     notes: list[str]
-    """Messages for the user about checkpoints that are not whole and about a damaged snapshot."""
+    """Messages for the user about checkpoints that are not whole and about a damaged record."""
 
     @property
     def step(self) -> int:
@@ -55,8 +55,7 @@ def whole_checkpoints(directory: str) -> dict[str, int]:
 def find_resumption(directory: str, known_damage: Mapping[str, str]) -> Resumption:
     """Find out which checkpoints of a run are whole.
 
-    An unfinished upload, which Ray Train never registered, is not an error: a run that has no other checkpoint starts
-    at step 0.
+    An unfinished upload, which was never recorded, is not an error: a run that has no other checkpoint starts at step 0.
 
     Args:
         directory: path or URI of the run.
@@ -65,47 +64,79 @@ def find_resumption(directory: str, known_damage: Mapping[str, str]) -> Resumpti
     Raises:
         ValueError: if the run had finished checkpoints but none is whole; the message lists what is wrong with each.
     """
-    registered, problem = _read_snapshot(directory)
-    names = sorted(_found(directory) | registered, key=_step)
+    recorded, problem = _read_record(directory)
+    names = sorted(_found(directory) | recorded, key=_step)
     damage = {name: known_damage.get(name) or find_damage(f"{directory}/{name}") for name in names}
     whole = [name for name in names if not damage[name]]
-    # Damaged checkpoints that are older and not registered are those that Ray Train was deleting when the run ended.
+    # Damaged checkpoints that are older and not recorded are those that were being deleted when the run ended.
     told = [
-        name for name in names if damage[name] and (name in registered or not whole or _step(name) > _step(whole[-1]))
+        name for name in names if damage[name] and (name in recorded or not whole or _step(name) > _step(whole[-1]))
     ]
     notes = [f"{name} cannot be used: {damage[name]}" for name in told]
     if problem:
-        notes.append(f"{SNAPSHOT_FILE} {problem}: the checkpoints' own directories decide")
-    if not whole and (registered or problem):
+        notes.append(f"{RECORD_FILE} {problem}: the checkpoints' own directories decide")
+    if not whole and (recorded or problem):
         raise ValueError(
             f"no checkpoint in {directory} is whole. {'. '.join(notes)}. Bring one back from a copy, or begin again at "
-            f"step 0: delete {SNAPSHOT_FILE} and all checkpoints there"
+            f"step 0: delete {RECORD_FILE} and all checkpoints there"
         )
     return Resumption(checkpoints=whole, notes=notes)
 
 
-def write_snapshot(directory: str, checkpoints: list[str]) -> None:
-    """Write Ray Train's snapshot so that it continues from the last of these checkpoints and counts all of them as kept."""
-    if not checkpoints:
-        return  # then there is no older snapshot either, since find_resumption would have raised an error
-    results = [_TrainingResultState(checkpoint_dir_name=name, metrics={"step": _step(name)}) for name in checkpoints]
-    state = _CheckpointManagerState(
-        checkpoint_results=results,
-        checkpoint_report_indices=list(range(len(results))),
-        latest_checkpoint_result=results[-1],
-        pending_training_results=[],
-        pending_validation_specs=[],
-        current_report_index=len(results),
-        validated_checkpoint_dir_names=[],
-        timed_out_validation_checkpoint_dir_names=[],
-        failed_validation_checkpoint_dir_names=[],
-    )
-    write_json(f"{directory}/{SNAPSHOT_FILE}", state.model_dump())
+def record_checkpoint(directory: str, name: str, *, num_kept: int, rating: float | None = None) -> None:
+    """Note that all workers have written a checkpoint, and delete those that are not kept any more.
+
+    The newest are kept, and the best one: the last that had a higher rating than all before it.
+
+    Args:
+        directory: path or URI of the run.
+        name: name of the checkpoint, the newest of the run.
+        num_kept: number of newest checkpoints to keep.
+        rating: rating of its model; None: it was not rated.
+    """
+    best = _read_best(directory)
+    if rating is not None and (not best or rating > best["rating"]):
+        best = {"name": name, "rating": rating}
+    whole = list(whole_checkpoints(directory))
+    kept = {*whole[-num_kept:], *([best["name"]] if best else [])}
+    # The record is written first: if this process is killed now, a checkpoint that is deleted next is not missed.
+    write_record(directory, [checkpoint for checkpoint in whole if checkpoint in kept], best)
+    filesystem, path = resolve(directory)
+    for checkpoint in _found(directory) - kept:
+        if _step(checkpoint) < _step(name):
+            filesystem.delete_dir(f"{path}/{checkpoint}")
+
+
+def write_record(directory: str, checkpoints: Sequence[str], best: Mapping[str, Any] | None = None) -> None:
+    """Note which checkpoints are whole; a run without one is left without a record.
+
+    Args:
+        directory: path or URI of the run.
+        checkpoints: names of the checkpoints, oldest first.
+        best: `name` and `rating` of the best one; None: the one that was noted before.
+    """
+    if checkpoints:
+        best = best or _read_best(directory)
+        write_json(f"{directory}/{RECORD_FILE}", {"checkpoints": list(checkpoints), **({"best": best} if best else {})})
+
+
+def _read_best(directory: str) -> Mapping[str, Any] | None:
+    try:
+        return (read_json(f"{directory}/{RECORD_FILE}") or {}).get("best")
+    except ValueError:
+        return None
+
+
+def best_checkpoint(directory: str) -> str:
+    """Return the path or URI of the whole checkpoint with the best rating, else of the newest; empty if none is whole."""
+    whole = list(whole_checkpoints(directory))
+    best = (_read_best(directory) or {}).get("name")
+    return f"{directory}/{best if best in whole else whole[-1]}" if whole else ""
 
 
 def registered_step(directory: str) -> int:
-    """Return the step of the last checkpoint that Ray Train has registered, from which it restarts workers; else 0."""
-    return max(map(_step, _read_snapshot(directory)[0]), default=0)
+    """Return the step of the last checkpoint that all workers have written; 0 if there is none."""
+    return max(map(_step, _read_record(directory)[0]), default=0)
 
 
 def _found(directory: str) -> set[str]:
@@ -121,11 +152,54 @@ def _step(name: str) -> int:
     return int(name.removeprefix("checkpoint-"))
 
 
-def _read_snapshot(directory: str) -> tuple[set[str], str]:
-    """Return the checkpoints that Ray Train's snapshot names, and what is wrong with the file (empty if nothing)."""
+def _read_record(directory: str) -> tuple[set[str], str]:
+    """Return the checkpoints that the record names, and what is wrong with the file (empty if nothing)."""
     try:
-        snapshot = read_json(f"{directory}/{SNAPSHOT_FILE}")
-        names = [result["checkpoint_dir_name"] for result in snapshot["checkpoint_results"]] if snapshot else []
+        if (record := read_json(f"{directory}/{RECORD_FILE}")) is not None:
+            names = list(record["checkpoints"])
+        else:
+            earlier = read_json(f"{directory}/{_EARLIER_RECORD_FILE}") or {"checkpoint_results": []}
+            names = [result["checkpoint_dir_name"] for result in earlier["checkpoint_results"]]
+        return {name for name in names if _NAME.fullmatch(name)}, ""
     except (ValueError, KeyError, TypeError):
         return set(), "is damaged"
-    return {name for name in names if _NAME.fullmatch(name)}, ""
+
+
+def start_checkpoint(run: RunSection) -> str:
+    """Return the path or URI of the checkpoint that a run starts from (`run.start_from`); empty if it starts at step 0.
+
+    Everything else is as if the other run had been continued: weights, moments, per-sample state, the step of the
+    schedules, and the place in the data.
+    """
+    name = run.start_from.rpartition("@")[0]
+    return f"{run.resolved_storage}/{name}/{checkpoint_name(run.start_step)}" if name else ""
+
+
+def check_start(config: TrainingConfig) -> None:
+    """Check that a run can start from the checkpoint of another run that its configuration names, if it names one.
+
+    Raises:
+        ValueError: if there is no such checkpoint, if it is not whole, or if the other run differs in a field that shapes
+            the weights or orders the data. Other decimal numbers, such as learning rates and ρ, may differ.
+    """
+    run = config.run
+    if not run.start_from:
+        return
+    directory = f"{run.resolved_storage}/{run.start_from.rpartition('@')[0]}"
+    held = read_json(f"{directory}/configuration.json")
+    if held is None:
+        raise ValueError(f"run.start_from = {run.start_from!r}: there is no run in {directory}")
+    if damage := find_damage(start_checkpoint(run)):
+        steps = ", ".join(map(str, whole_checkpoints(directory).values()))
+        raise ValueError(
+            f"run.start_from = {run.start_from!r}: {checkpoint_name(run.start_step)} in {directory} cannot be used, "
+            f"{damage}; its whole checkpoints are of the steps {steps or '(none)'}"
+        )
+    own = recorded_values(config)
+    shaping = [name for name in held.keys() | own.keys() if not may_differ(name, held.get(name), own.get(name))]
+    changed = differences({name: held.get(name) for name in shaping}, {name: own.get(name) for name in shaping})
+    if changed:
+        raise ValueError(
+            f"run.start_from = {run.start_from!r}: that run differs in what shapes the weights or orders the data: "
+            f"{'; '.join(changed)}. Give it the same values; decimal numbers such as learning rates and ρ may differ"
+        )

@@ -51,7 +51,7 @@ def decay_with_warmup(
 def keeping_settings(optimizer: Any, schedule: LambdaLR) -> Iterator[None]:
     """Keep learning rates, weight decay and all other settings while the block loads moments and the schedule's step.
 
-    A checkpoint holds the settings of the run that wrote it, which may be another run (`jobs.engine.start`). The rates are
+    A checkpoint holds the settings of the run that wrote it, which may be another run (`run.start_from`). The rates are
     those of the schedule's step, which PyTorch sets only after the next one.
 
     Args:

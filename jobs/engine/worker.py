@@ -14,58 +14,79 @@ from typing import TYPE_CHECKING, Any
 from ray import cloudpickle
 
 from jobs.engine.garbage import collect_seldom
+from jobs.engine.resumption import find_resumption, write_record
 
 if TYPE_CHECKING:  # Ray's controller unpickles these functions, and does not need what they import
-    from ray.train import Checkpoint
-
     from jobs.engine.job import WorkerJob
     from jobs.engine.worker_context import WorkerContext
 
 
-def pack_job(job: object, *, checkpoint: str) -> dict[str, Any]:
+def pack_job(job: WorkerJob, *, directory: str, checkpoint: str) -> dict[str, Any]:
     """Pack a job into the settings that the functions below take.
 
     Args:
         job: the job.
+        directory: path or URI of the run, which holds its checkpoints.
         checkpoint: path or URI of a checkpoint to load, unless the run has one of its own; empty for none.
     """
-    return {"job": cloudpickle.dumps(job), "checkpoint": checkpoint}
+    return {"job": cloudpickle.dumps(job), "directory": directory, "checkpoint": checkpoint}
 
 
 def run_worker(settings: dict[str, Any]) -> dict[str, Any]:
-    """Unpack the job and train to the end of the run; see :func:`run_loop`."""
+    """Unpack the job and train to the end of the run; see :func:`train_from_newest`."""
     collect_seldom()
-    import ray.train
-
     from jobs.engine.ray_worker import ray_context
 
     job = cloudpickle.loads(settings["job"])
-    own = ray.train.get_checkpoint()
-    return run_loop(job, ray_context(job.mailbox), checkpoint=own or settings["checkpoint"], is_own=own is not None)
+    context = ray_context(job.mailbox, settings["directory"])
+    return train_from_newest(job, context, directory=settings["directory"], checkpoint=settings["checkpoint"])
 
 
-def run_loop(job: WorkerJob, context: WorkerContext, *, checkpoint: Checkpoint | str, is_own: bool) -> dict[str, Any]:
-    """Train to the end of the run.
+def train_from_newest(job: WorkerJob, context: WorkerContext, *, directory: str, checkpoint: str) -> dict[str, Any]:
+    """Train to the end of the run, from its newest checkpoint that is whole; all workers call this.
 
     Args:
         job: what to train.
         context: this worker's place among the workers.
-        checkpoint: the checkpoint to continue from, or its path or URI; empty: begin at step 0.
-        is_own: whether the checkpoint is one of this run, and not of the run that it starts from.
+        directory: path or URI of the run.
+        checkpoint: path or URI of the checkpoint to begin with if the run has none of its own; empty: begin at step 0.
 
     Returns:
-        On rank 0, the outcome of the run; on every rank, `{"fatal": message}` if the run must not be restarted, or
-        `{"damaged": {checkpoint: message}}` if it must continue from an older checkpoint.
+        On rank 0, the outcome of the run; on every rank, `{"fatal": message}` if the run must not be restarted.
     """
+    damaged: dict[str, str] = {}
+    while True:
+        own, problem = context.agree(_choose(directory, damaged, context) if context.rank == 0 else ("", ""))
+        if problem:
+            return {"fatal": problem}
+        result = _train(job, context, checkpoint=own or checkpoint, is_own=bool(own))
+        if "damaged" not in result:
+            return result
+        damaged |= result["damaged"]
+
+
+def _choose(directory: str, damaged: dict[str, str], context: WorkerContext) -> tuple[str, str]:
+    """Return the path or URI of the newest whole checkpoint (empty: none), and why the run cannot go on (empty: it can)."""
+    try:
+        resumption = find_resumption(directory, damaged)
+    except ValueError as error:
+        return "", str(error)
+    for note in resumption.notes:
+        context.say(f"{note}; going on from step {resumption.step}")
+    write_record(directory, resumption.checkpoints)
+    return f"{directory}/{resumption.checkpoints[-1]}" if resumption.checkpoints else "", ""
+
+
+def _train(job: WorkerJob, context: WorkerContext, *, checkpoint: str, is_own: bool) -> dict[str, Any]:
+    """Train to the end of the run; return also `{"damaged": {checkpoint: message}}` if one of its own is damaged."""
     from jobs.engine.checkpoint import DamagedCheckpointError
     from jobs.engine.job import FatalTrainingError
     from pipelines.problems import TooManyProblemsError
 
-    opened = _open_checkpoint(checkpoint) if isinstance(checkpoint, str) and checkpoint else checkpoint or None
     try:
-        with opened.as_directory() if opened else nullcontext() as directory:
+        with local_copy(checkpoint) if checkpoint else nullcontext() as local:
             try:
-                loop = job.make_loop(context, Path(directory) if directory else None)
+                loop = job.make_loop(context, Path(local) if local else None)
             except ValueError as error:  # what the run is given does not fit, which no restart changes
                 return {"fatal": str(error)}
         try:
@@ -76,10 +97,9 @@ def run_loop(job: WorkerJob, context: WorkerContext, *, checkpoint: Checkpoint |
     except (FatalTrainingError, TooManyProblemsError) as error:
         return {"fatal": str(error)}
     except DamagedCheckpointError as error:
-        assert opened is not None
         if not is_own:
-            return {"fatal": f"{opened.path} cannot be used: {error}"}
-        return {"damaged": {Path(opened.path).name: str(error)}}
+            return {"fatal": f"{checkpoint} cannot be used: {error}"}
+        return {"damaged": {checkpoint.rpartition("/")[2]: str(error)}}
 
 
 def export_worker(settings: dict[str, Any]) -> dict[str, Any]:
@@ -96,8 +116,9 @@ def export_worker(settings: dict[str, Any]) -> dict[str, Any]:
 
     job = cloudpickle.loads(settings["job"])
     try:
-        with _open_checkpoint(settings["checkpoint"]).as_directory() as directory:
-            loop = TrainingLoop(job, ray_context(job.mailbox), Path(directory), reads_data=False)
+        with local_copy(settings["checkpoint"]) as directory:
+            context = ray_context(job.mailbox, settings["directory"])
+            loop = TrainingLoop(job, context, Path(directory), reads_data=False)
         loop.task.export()
         loop.close()
     except (FatalTrainingError, DamagedCheckpointError) as error:
@@ -105,11 +126,11 @@ def export_worker(settings: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _open_checkpoint(uri: str) -> Checkpoint:
-    """Return the checkpoint at a path or URI."""
+def local_copy(uri: str) -> Any:
+    """Return a context manager for a local copy of the checkpoint at a path or URI, one for all workers of a node."""
     from ray.train import Checkpoint
 
     from pipelines.storage import resolve
 
     filesystem, path = resolve(uri)
-    return Checkpoint(path, filesystem)
+    return Checkpoint(path, filesystem).as_directory()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Terminal(Protocol):
@@ -28,14 +28,14 @@ class Terminal(Protocol):
 
 
 class Report(Protocol):
-    """Takes over this rank's part of a checkpoint; all ranks call it for the same step."""
+    """Takes over metrics and this rank's part of a checkpoint; all ranks call it for the same step."""
 
-    def __call__(self, metrics: Mapping[str, float], directory: Path, *, step: int) -> None:
-        """Store the directory, which is deleted afterwards, as a part of the checkpoint of a step.
+    def __call__(self, metrics: Mapping[str, float], directory: Path | None, *, step: int) -> None:
+        """Report metrics, and store the directory as a part of the checkpoint of a step.
 
         Args:
-            metrics: reported with the checkpoint.
-            directory: local directory that this rank has written.
+            metrics: the scores of a validation after this step; empty if there was none.
+            directory: local directory that this rank has written, which is deleted afterwards; None: no checkpoint.
             step: number of steps that the run has made.
         """
         ...
@@ -43,6 +43,10 @@ class Report(Protocol):
 
 def _never() -> bool:
     return False
+
+
+def _unchanged(value: Any) -> Any:
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +60,17 @@ class WorkerContext:
     local_world_size: int
     """Number of workers on this machine."""
     report: Report
-    """Takes over the checkpoints."""
+    """Takes over metrics and checkpoints."""
+    agree: Callable[[Any], Any] = _unchanged
+    """Returns on all workers what the first one passes; all of them call it."""
     terminal: Terminal | None = None
     """The terminal of the person who started the run; None: there is none."""
     is_preempted: Callable[[], bool] = _never
     """Returns whether a machine of this run is about to be taken away."""
+
+    def say(self, line: str) -> None:
+        """Print one line on the terminal, or in this worker's log if there is none."""
+        if self.terminal is None:
+            print(line, flush=True)
+        else:
+            self.terminal.say(line)

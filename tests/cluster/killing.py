@@ -14,9 +14,9 @@ from support import training_worker_pids, wait_for
 
 
 def last_checkpoint(run: str | Path) -> int:
-    """Return the step of the last checkpoint that Ray Train has noted in the directory of a run; 0 if there is none."""
-    snapshot = Path(run) / "checkpoint_manager_snapshot.json"
-    names = re.findall(r"checkpoint-(\d{8})", snapshot.read_text()) if snapshot.exists() else []
+    """Return the step of the last checkpoint that is noted in the directory of a run; 0 if there is none."""
+    record = Path(run) / "checkpoints.json"
+    names = re.findall(r"checkpoint-(\d{8})", record.read_text()) if record.exists() else []
     return max(map(int, names), default=0)
 
 

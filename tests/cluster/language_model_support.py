@@ -41,9 +41,9 @@ def models_of(outcome: dict[str, Any]) -> dict[str, LoggedModel]:
 
 
 def has_checkpoint(run: Path) -> bool:
-    """Return whether Ray Train has registered the first checkpoint, whose files appear a little earlier."""
-    snapshot = run / "checkpoint_manager_snapshot.json"
-    return snapshot.exists() and "checkpoint-00000005" in snapshot.read_text()
+    """Return whether the first checkpoint is noted, whose files appear a little earlier."""
+    record = run / "checkpoints.json"
+    return record.exists() and "checkpoint-00000005" in record.read_text()
 
 
 def assert_same_losses(outcome: dict[str, Any], reference: dict[str, Any], tolerance: float = 1e-6) -> None:

@@ -19,7 +19,7 @@ from support import run_until, training_worker_pids, wait_for
 from jobs.engine.job import FatalTrainingError
 from jobs.engine.launch import train
 from jobs.engine.progress import PROGRESS_FILE
-from jobs.engine.resumption import SNAPSHOT_FILE
+from jobs.engine.resumption import RECORD_FILE
 from jobs.engine.run_list import list_runs
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.plan import make_plan
@@ -71,7 +71,7 @@ def test_a_full_disk_ends_the_run_which_goes_on_from_the_checkpoint_that_is_whol
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
-    (run / SNAPSHOT_FILE).write_text((run / SNAPSHOT_FILE).read_text()[:50])
+    (run / RECORD_FILE).write_text((run / RECORD_FILE).read_text()[:50])
     killed: list[int] = []
 
     def kill_a_worker() -> None:
@@ -82,7 +82,7 @@ def test_a_full_disk_ends_the_run_which_goes_on_from_the_checkpoint_that_is_whol
     with at_the_same_time(kill_a_worker):
         outcome = train(make_plan(config))
     said = capsys.readouterr().out
-    assert f"{SNAPSHOT_FILE} is damaged: the checkpoints' own directories decide; going on from step {step}\n" in said
+    assert f"{RECORD_FILE} is damaged: the checkpoints' own directories decide; going on from step {step}\n" in said
     refusal = (
         rf"checkpoint-{step:08d} cannot be used: deepspeed/{damaged.name} does not hold what was written; .*going on"
     )

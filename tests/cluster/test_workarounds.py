@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -18,15 +15,11 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import placement_group, placement_group_table
 from support import wait_for
 
-from jobs.engine import controller_start, trainer
-from jobs.engine.cleaner import OwnClusterCleaner
 from jobs.engine.console import Console
-from jobs.engine.launch import train
+from jobs.engine.ray_private import OwnClusterCleaner
 from jobs.studies.sweeps.rounds import start_race
 from jobs.studies.sweeps.stopping import Halving
 from jobs.studies.trials.trial_start import calling_trials_that_live
-from jobs.tasks.language_model.config import LanguageModelConfig
-from jobs.tasks.language_model.plan import make_plan
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
@@ -63,42 +56,6 @@ def test_a_cleaner_that_is_told_of_another_cluster_leaves_a_healthy_run_alone_an
     assert lives() == (True, True)
     ray.kill(controller)
     wait_for(lambda: lives() == (False, False))
-
-
-def test_a_controller_that_does_not_answer_is_replaced_and_every_run_has_the_cleaner(
-    cluster: dict[str, str],
-    tiny: Callable[..., LanguageModelConfig],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    stopped: list[int] = []
-    states: set[str] = set()
-
-    def wait_for_answer(controller: Any) -> None:
-        is_silent = not stopped
-        if is_silent:
-            wait_for(lambda: state.actors(controller._actor_id.hex()).get("State") == "ALIVE")
-            stopped.append(state.actors(controller._actor_id.hex())["Pid"])
-            os.kill(stopped[-1], signal.SIGSTOP)
-        controller_start.wait_for_answer(controller, patience_seconds=2 if is_silent else 60)
-
-    monkeypatch.setattr(trainer, "wait_for_answer", wait_for_answer)
-    try:
-        assert train(make_plan(tiny("silent", run={"num_steps": 2})))["num_steps"] == 2
-    finally:
-        for pid in stopped:
-            with suppress(ProcessLookupError):  # Ray has ended it
-                os.kill(pid, signal.SIGKILL)
-    assert capfd.readouterr().out.count("has not answered for 2 s; starting another one") == 1
-
-    def all_cleaners_ended() -> bool:
-        actors = state.actors().values()
-        states.update(actor["State"] for actor in actors if actor["ActorClassName"] == "OwnClusterCleaner")
-        return all(actor["State"] == "DEAD" for actor in actors if actor["ActorClassName"] == "OwnClusterCleaner")
-
-    wait_for(all_cleaners_ended)
-    assert states  # every controller had one
-    assert not any(actor["ActorClassName"] == "PlacementGroupCleaner" for actor in state.actors().values())
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from pipelines.local_copy import local_copy
 from pipelines.object_store import TRAFFIC, RemoteObject, name_object, open_for_reading
 from pipelines.ranges import ByteRange, RangeReader
 from pipelines.retries import RETRIES
-from pipelines.storage import create_directory, read_json, write_json
+from pipelines.storage import create_directory, read_json, resolve, write_json
 from pipelines.store_errors import RefusedWriteError, explain
 
 BLOCK = 2**18
@@ -429,3 +431,33 @@ def test_failures_of_a_real_client_are_named(store: ObjectStore, monkeypatch: py
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(ConnectionError, match=UNREACHABLE):
         list_archives("s3://bucket/data")
+
+
+def test_a_filesystem_that_was_pickled_asks_a_store_again_as_often_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pyarrow's own gives up after three answers 503, as Ray's processes would, which get it pickled."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_HEAD(self) -> None:
+            asked.append(self.path)
+            self.send_response(503 if len(asked) <= 5 else 200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "testing")
+        uri = f"s3://bucket/key?scheme=http&region=us-east-1&endpoint_override=127.0.0.1:{server.server_port}"
+        ours, path = resolve(uri)
+        assert deepcopy(ours).get_file_info(path).is_file
+        assert len(asked) == 6
+        asked.clear()
+        with pytest.raises(OSError, match=r"503|SLOW_DOWN|UNAVAILABLE|UNKNOWN"):
+            deepcopy(fs.FileSystem.from_uri(uri)[0]).get_file_info(path)
+        server.shutdown()

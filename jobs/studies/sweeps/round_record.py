@@ -39,7 +39,7 @@ class RoundRecord:
         return failures
 
     def _has_begun(self, name: str) -> bool:
-        files = ("outcome.json", "checkpoint_manager_snapshot.json")
+        files = ("outcome.json", "checkpoints.json")
         return any(read_json(f"{self._directory}/{name}/{file}") is not None for file in files)
 
     def begin(self, points: Mapping[str, Point]) -> None:

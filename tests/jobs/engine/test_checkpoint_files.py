@@ -8,12 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ray.train import CheckpointConfig
-from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
-from ray.train.v2._internal.execution.storage import StorageContext
 
 from jobs.engine.checkpoint_files import find_changed_file, find_damage, list_name, write_file_list
-from jobs.engine.resumption import SNAPSHOT_FILE, find_resumption, registered_step, write_snapshot
+from jobs.engine.resumption import (
+    RECORD_FILE,
+    Resumption,
+    best_checkpoint,
+    find_resumption,
+    record_checkpoint,
+    registered_step,
+    write_record,
+)
 
 OPTIMIZER = "deepspeed/zero_pp_rank_{rank}_optim_states.pt"
 
@@ -101,27 +106,40 @@ def run(tmp_path: Path) -> Path:
     """Returns the directory of a run that was killed after it had saved steps 5 and 10."""
     for step in (5, 10):
         save(tmp_path / "run" / f"checkpoint-{step:08d}")
-    write_snapshot(str(tmp_path / "run"), ["checkpoint-00000005", "checkpoint-00000010"])
+    write_record(str(tmp_path / "run"), ["checkpoint-00000005", "checkpoint-00000010"])
     return tmp_path / "run"
-
-
-def steps_of_ray(run: Path) -> list[str]:
-    """Return the names of the checkpoints that Ray Train reads from a run, which continues from the last."""
-    storage = StorageContext(storage_path=str(run.parent), experiment_dir_name=run.name)
-    manager = CheckpointManager(CheckpointConfig(num_to_keep=2), storage)
-    names = [Path(result.checkpoint.path).name for result in manager.best_checkpoint_results]
-    assert manager.latest_checkpoint_result is not None
-    assert Path(manager.latest_checkpoint_result.checkpoint.path).name == names[-1]
-    return names
 
 
 BOTH = ["checkpoint-00000005", "checkpoint-00000010"]
 
 
-def test_ray_train_reads_the_snapshot_as_meant(run: Path) -> None:
-    assert steps_of_ray(run) == BOTH
+@pytest.mark.parametrize("is_earlier", [False, True], ids=["own", "of an earlier version"])
+def test_the_record_names_the_newest(run: Path, is_earlier: bool) -> None:
+    if is_earlier:  # what Ray Train wrote
+        (run / RECORD_FILE).unlink()
+        results = [{"checkpoint_dir_name": name, "metrics": {}} for name in BOTH]
+        (run / "checkpoint_manager_snapshot.json").write_text(json.dumps({"checkpoint_results": results}))
     assert registered_step(str(run)) == 10
-    assert find_resumption(str(run), {}).notes == []
+    assert find_resumption(str(run), {}) == Resumption(checkpoints=BOTH, notes=[])
+    shutil.rmtree(run / BOTH[0])
+    truncate(run / BOTH[1] / OPTIMIZER.format(rank=1))
+    with pytest.raises(ValueError, match="checkpoint-00000005 cannot be used: the directory is missing"):
+        find_resumption(str(run), {})
+
+
+def test_the_newest_and_the_best_are_kept(run: Path) -> None:
+    save(run / "checkpoint-00000002", ranks=(0,))  # an upload that did not end
+    ratings = {15: 0.1, 20: 0.3, 25: 0.2, 30: None, 35: 0.25}
+    for step, rating in ratings.items():
+        save(run / f"checkpoint-{step:08d}")
+        record_checkpoint(str(run), f"checkpoint-{step:08d}", num_kept=2, rating=rating)
+    assert sorted(path.name for path in run.glob("checkpoint-*")) == [
+        "checkpoint-00000020", "checkpoint-00000030", "checkpoint-00000035"
+    ]  # fmt: skip
+    assert best_checkpoint(str(run)) == f"{run}/checkpoint-00000020"
+    truncate(run / "checkpoint-00000020" / OPTIMIZER.format(rank=1))
+    assert best_checkpoint(str(run)) == f"{run}/checkpoint-00000035"
+    assert find_resumption(str(run), {}).step == 35
 
 
 @pytest.mark.parametrize(
@@ -139,8 +157,7 @@ def test_the_one_before_is_gone_on_from(run: Path, damage: Callable[[Path], None
     assert resumption.step == 5
     (note,) = resumption.notes
     assert note.startswith("checkpoint-00000010 cannot be used: ")
-    write_snapshot(str(run), resumption.checkpoints)
-    assert steps_of_ray(run) == BOTH[:1]
+    write_record(str(run), resumption.checkpoints)
     assert registered_step(str(run)) == 5
 
 
@@ -151,38 +168,31 @@ def test_what_readers_found_counts_as_damage(run: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [None, b"", b'{"checkpoint_results": [{"checkpoint_dir', b"[]", b'{"ray_version": "1.0"}', b"\xff"],
+    [None, b"", b'{"checkpoints": ["checkpoint-0', b"[]", b'{"ray_version": "1.0"}', b"\xff"],
 )
-def test_a_snapshot_that_is_damaged_or_missing_costs_nothing(run: Path, content: bytes | None) -> None:
+def test_a_record_that_is_damaged_or_missing_costs_nothing(run: Path, content: bytes | None) -> None:
     if content is None:
-        (run / SNAPSHOT_FILE).unlink()
+        (run / RECORD_FILE).unlink()
     else:
-        (run / SNAPSHOT_FILE).write_bytes(content)
+        (run / RECORD_FILE).write_bytes(content)
     resumption = find_resumption(str(run), {})
     assert resumption.step == 10
-    is_told = resumption.notes == [f"{SNAPSHOT_FILE} is damaged: the checkpoints' own directories decide"]
+    is_told = resumption.notes == [f"{RECORD_FILE} is damaged: the checkpoints' own directories decide"]
     assert is_told == (content is not None)
-    write_snapshot(str(run), resumption.checkpoints)
-    assert steps_of_ray(run) == BOTH
+    write_record(str(run), resumption.checkpoints)
+    assert registered_step(str(run)) == 10
 
 
-def test_a_snapshot_of_another_ray_costs_nothing(run: Path) -> None:
-    state = json.loads((run / SNAPSHOT_FILE).read_text())
-    (run / SNAPSHOT_FILE).write_text(json.dumps(state | {"ray_version": "2.1", "current_report_index": "many"}))
-    write_snapshot(str(run), find_resumption(str(run), {}).checkpoints)
-    assert steps_of_ray(run) == BOTH
-
-
-@pytest.mark.parametrize("with_snapshot", [True, False])
-def test_with_none_left_it_stops_and_names_all(run: Path, with_snapshot: bool) -> None:
+@pytest.mark.parametrize("with_record", [True, False])
+def test_with_none_left_it_stops_and_names_all(run: Path, with_record: bool) -> None:
     truncate(run / "checkpoint-00000010" / OPTIMIZER.format(rank=1))
     shutil.rmtree(run / "checkpoint-00000005")
-    if not with_snapshot:
-        truncate(run / SNAPSHOT_FILE)
+    if not with_record:
+        truncate(run / RECORD_FILE)
     with pytest.raises(ValueError, match=r"no checkpoint in \S+ is whole") as error:
         find_resumption(str(run), {})
     assert "checkpoint-00000010 cannot be used: deepspeed/zero_pp_rank_1_" in str(error.value)
-    assert with_snapshot == ("checkpoint-00000005 cannot be used: the directory is missing" in str(error.value))
+    assert with_record == ("checkpoint-00000005 cannot be used: the directory is missing" in str(error.value))
 
 
 def test_an_upload_that_was_not_finished_is_not_used_and_stops_nothing(tmp_path: Path) -> None:
@@ -194,10 +204,10 @@ def test_an_upload_that_was_not_finished_is_not_used_and_stops_nothing(tmp_path:
     assert resumption.checkpoints == []
     (note,) = resumption.notes
     assert note == "checkpoint-00000005 cannot be used: files-00001.json is missing: its upload was not finished"
-    write_snapshot(str(run), resumption.checkpoints)
-    assert not (run / SNAPSHOT_FILE).exists()
+    write_record(str(run), resumption.checkpoints)
+    assert not (run / RECORD_FILE).exists()
 
 
-def test_what_ray_train_was_deleting_is_not_spoken_of(run: Path) -> None:
+def test_what_was_being_deleted_is_not_spoken_of(run: Path) -> None:
     save(run / "checkpoint-00000001", ranks=(0,))
     assert find_resumption(str(run), {}).notes == []

@@ -60,7 +60,7 @@ class Cluster:
         self.free: Nodes = []
         self.now, self.step, self.num_saves = 0.0, 5, 0
         self.said: list[str] = []
-        monkeypatch.setattr(elasticity.state, "available_resources_per_node", lambda: dict(enumerate(self.free)))
+        monkeypatch.setattr(elasticity, "free_resources", lambda: dict(enumerate(self.free)))
         monkeypatch.setattr(elasticity, "answering_nodes", self.list_nodes)
         monkeypatch.setattr(elasticity.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(elasticity, "registered_step", lambda directory: self.step)

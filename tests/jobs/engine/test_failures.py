@@ -29,7 +29,7 @@ from jobs.engine.failures import (
     naming_full_disk,
     naming_refused_write,
 )
-from jobs.engine.resumption import Resumption, write_snapshot
+from jobs.engine.resumption import Resumption, write_record
 from pipelines.storage import read_json, write_json
 from pipelines.store_errors import RefusedWriteError
 
@@ -93,7 +93,7 @@ def policy(run: Path | str, *, max_failures: int = 2) -> RestartPolicy:
 
 
 def test_a_restart_says_why_and_from_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_snapshot(str(tmp_path), ["checkpoint-00000005", "checkpoint-00000010"])
+    write_record(str(tmp_path), ["checkpoint-00000005", "checkpoint-00000010"])
     restarts = policy(tmp_path)
     decisions = [restarts.make_decision(group_error(_1=died(KILLED))) for _ in range(3)]
     assert decisions == [FailureDecision.RETRY, FailureDecision.RETRY, FailureDecision.RAISE]

@@ -22,8 +22,7 @@ from jobs.engine.config import OptimizerSection, RunSection, TrainingConfig
 from jobs.engine.identity import configuration_hash, with_fields
 from jobs.engine.late_export import configure, find_checkpoint
 from jobs.engine.launch import claim_directory
-from jobs.engine.resumption import checkpoint_name, write_snapshot
-from jobs.engine.start import check_start, start_checkpoint
+from jobs.engine.resumption import check_start, checkpoint_name, start_checkpoint, write_record
 from jobs.engine.worker_settings import WorkersSection
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.plan import make_plan
@@ -76,7 +75,7 @@ def test_a_second_driver_is_refused_before_ray_starts(change: Change, monkeypatc
 def test_a_run_without_a_whole_checkpoint_is_refused_before_ray_starts(change: Change) -> None:
     config = change()
     (Path(config.run.directory) / "checkpoint-00000005").mkdir(parents=True)
-    write_snapshot(config.run.directory, ["checkpoint-00000005", "checkpoint-00000010"])
+    write_record(config.run.directory, ["checkpoint-00000005", "checkpoint-00000010"])
     with pytest.raises(ValueError, match=r"no checkpoint in .* is whole\. checkpoint-00000005 .* checkpoint-00000010 "):
         launch.train(make_plan(config))
 

@@ -147,6 +147,13 @@ def test_a_run_is_the_plain_loop_of_pytorch(site: Site, undisturbed: dict[str, A
     assert undisturbed["validation"]["accuracy"] == pytest.approx((chosen == batch["labels"]).mean())
     assert [found["step"] for found in undisturbed["validations"]] == [6, NUM_STEPS]
     assert undisturbed["num_lines"] == 64 * NUM_STEPS
+    # Every validation is reported, with the loss of its step; what has a checkpoint and no validation has no scores.
+    reported = [json.loads(line) for line in (site.run("undisturbed") / "reported.jsonl").read_text().splitlines()]
+    assert [(found["step"], "accuracy" in found) for found in reported] == [
+        (4, False), (6, True), (8, False), (12, False), (12, True)
+    ]  # fmt: skip
+    assert reported[1]["loss"] == pytest.approx(steps[6][0], abs=1e-6)
+    assert reported[-1]["accuracy"] == undisturbed["validation"]["accuracy"]
     assert (undisturbed["resumed_from_step"], undisturbed["stopped"]) == (0, "")
     checkpoints = sorted(path.name for path in site.run("undisturbed").glob("checkpoint-*"))
     assert [name for name in checkpoints if name[11:].isdigit()] == ["checkpoint-00000008", "checkpoint-00000012"]
@@ -240,8 +247,7 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(site: Site, u
     # If none is whole, nothing is begun anew in silence.
     for checkpoint in site.run(name).glob("checkpoint-*/state.json"):
         checkpoint.unlink()
-    with pytest.raises(AssertionError, match=r"no checkpoint in .* is whole"):
-        site.train(name, 2, **sections)
+    assert re.search(r"no checkpoint in .* is whole", site.train(name, 2, **sections)["fatal"])
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_names_its_batch(site: Site) -> None:

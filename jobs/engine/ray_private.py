@@ -1,0 +1,257 @@
+"""Everything that the jobs use of Ray beyond its public interface; nothing else here imports a private name of Ray.
+
+Each part names the behaviour of Ray 2.60 that it works around. `tests/jobs/engine/test_ray_private.py` and
+`tests/cluster/test_workarounds.py` fail as soon as a part is not needed any more. What does not exist publicly at all is
+imported here under its own name:
+
+* `DefaultFailurePolicy` and its decisions: Ray Train has no public hook that says whether workers are restarted;
+* `ScalingPolicy` and its decisions: the public elastic `ScalingConfig(num_workers=(min, max))` counts what an autoscaler
+  grants, leaves no CPUs for reading data, and may choose a number of workers that does not divide the batch;
+* errors that tell a worker that died from one that raised, and a group that found no room.
+
+This module does not import torch, because it runs in Ray Train's cleaner, whose start that would double.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from ray._private import ray_constants, services, state
+from ray._private.resource_and_label_spec import ResourceAndLabelSpec
+from ray.train._internal.utils import get_address_and_port
+from ray.train.v2._internal.callbacks import placement_group_callback
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
+from ray.train.v2._internal.execution.context import get_train_context
+from ray.train.v2._internal.execution.controller import placement_group_cleaner
+from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
+from ray.train.v2._internal.execution.failure_handling.default import RETRYABLE_CONTROLLER_ERRORS
+from ray.train.v2._internal.execution.scaling_policy import (
+    NoopDecision,
+    ResizeDecision,
+    ScalingDecision,
+    ScalingPolicy,
+)
+from ray.util.state.exception import RayStateApiException
+
+from pipelines.storage import resolve
+
+__all__ = [
+    "RETRYABLE_CONTROLLER_ERRORS",
+    "DefaultFailurePolicy",
+    "FailureDecision",
+    "NoopDecision",
+    "ResizeDecision",
+    "ScalingDecision",
+    "ScalingPolicy",
+    "WorkerGroupStartupTimeoutError",
+    "WorkerHealthCheckFailedError",
+]
+
+
+# Ray Train's controller.
+
+
+def set_policies(
+    trainer: Any, *, failure_policy: DefaultFailurePolicy, scaling_policy: ScalingPolicy | None = None
+) -> None:
+    """Give a trainer policies of its own and a cleaner that asks its own cluster; None: the number of workers is fixed."""
+    create_callbacks, run = trainer._create_default_callbacks, trainer._initialize_and_run_controller
+    policies: dict[str, Any] = {"failure_policy": failure_policy}
+    if scaling_policy is not None:
+        policies["scaling_policy"] = scaling_policy
+    trainer._create_default_callbacks = lambda: [_replace_cleaner(callback) for callback in create_callbacks()]
+    trainer._initialize_and_run_controller = lambda **settings: run(**{**settings, **policies})
+
+
+def forget_snapshot(directory: str) -> None:
+    """Delete the file in which Ray Train notes the checkpoints of a run.
+
+    Ray Train would go on from it, and does not start if a checkpoint that it names is gone, if it is damaged, or if another
+    version of Ray wrote it. Here the checkpoints' own directories decide (`jobs.engine.resumption`).
+    """
+    filesystem, path = resolve(f"{directory}/checkpoint_manager_snapshot.json")
+    if filesystem.get_file_info(path).is_file:
+        filesystem.delete_file(path)
+
+
+def is_preempted() -> bool:
+    """Return whether a node of this run is about to be taken away; called by a worker.
+
+    The public `ray.train.get_preemption_info` lets all workers wait for each other, at every step.
+    """
+    return get_train_context().preemption_context.preemption_info is not None
+
+
+# Ray Train's cleaner: a detached actor, one for every run, that frees the reserved resources when the controller is gone.
+#
+# It asks the state API whether the controller lives. Without a dashboard nobody answers: a trial that Ray Tune stops keeps
+# its resources, and the next one waits for ever. With several clusters on a machine it asks the one that was started
+# last, which does not know the controller, and so ends a healthy run. The control service, to which its process is
+# connected anyway, knows every actor of its cluster and no other.
+
+
+def is_actor_alive(actor_id: str, timeout: int) -> bool:
+    """Return whether this process's cluster has an actor that is not dead; in the place of Ray Train's function.
+
+    Raises:
+        RayStateApiException: if the control service does not answer, after which the cleaner asks again.
+    """
+    try:
+        actor = state.actors(actor_id)
+    except Exception as error:  # Ray raises no more specific exception
+        raise RayStateApiException(f"the control service does not answer: {error}") from error
+    return bool(actor) and actor["State"] != "DEAD"
+
+
+class OwnClusterCleaner(placement_group_cleaner.PlacementGroupCleaner):
+    """Runs in its own process, in which it replaces Ray Train's question to the state API."""
+
+    def __init__(self, **settings: Any) -> None:
+        placement_group_cleaner.is_actor_alive = is_actor_alive
+        super().__init__(**settings)
+        # A controller that is ended before it has called `start_monitoring` would leave a cleaner that watches nobody.
+        self.start_monitoring()
+
+
+class _CleanerCallback(placement_group_callback.PlacementGroupCleanerCallback):
+    """Runs in the controller of a run and starts the cleaner from there."""
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        placement_group_callback.PlacementGroupCleaner = OwnClusterCleaner  # type: ignore[misc, assignment]
+        super().after_controller_start(train_run_context)
+
+
+def _replace_cleaner(callback: Any) -> Any:
+    is_cleaner = type(callback) is placement_group_callback.PlacementGroupCleanerCallback
+    return _CleanerCallback() if is_cleaner else callback
+
+
+# The store through which workers find each other (PyTorch's TCPStore): PyTorch lets it listen on all addresses of the
+# machine, without a token, and has no setting for that; but a store that is open already is taken as it is.
+
+_open_stores: list[Any] = []  # PyTorch closes a store that nobody holds
+
+
+def open_store() -> tuple[str, int]:
+    """Choose the address of this worker's store, and open the store if the address is on loopback.
+
+    Returns:
+        The address of this node as Ray knows it, and a port. On loopback (:func:`listen_on_loopback`) a store listens
+        there, and nowhere else, until this process ends; otherwise the port is free, and PyTorch will open the store.
+    """
+    import torch.distributed as dist
+
+    address, port = get_address_and_port()
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:  # a node may be known by its name
+        return address, port
+    if not parsed.is_loopback:
+        return address, port
+    family = socket.AF_INET6 if parsed.version == 6 else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as server:
+        port = server.getsockname()[1]
+        _open_stores.append(
+            dist.TCPStore(
+                address,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                multi_tenant=True,
+                master_listen_fd=server.detach(),
+            )
+        )
+    return address, port
+
+
+class _Group:
+    """A group of workers whose first one opens its store when Ray Train asks for the address of it."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def __len__(self) -> int:
+        return len(self._group)
+
+    def execute_single(self, rank: int, function: Any, *arguments: Any, **named: Any) -> Any:
+        chosen = open_store if function is get_address_and_port else function
+        return self._group.execute_single(rank, chosen, *arguments, **named)
+
+
+def loopback_rendezvous() -> Any:
+    """Return Ray Train's settings of PyTorch's process group, with a store that listens on loopback where Ray does."""
+    from ray.train.torch import TorchConfig
+    from ray.train.torch.config import _TorchBackend
+
+    class Backend(_TorchBackend):
+        def on_start(self, worker_group: Any, backend_config: Any) -> None:
+            super().on_start(_Group(worker_group), backend_config)  # type: ignore[arg-type]
+
+    class Rendezvous(TorchConfig):
+        @property
+        def backend_cls(self) -> type[_TorchBackend]:
+            return Backend
+
+    return Rendezvous()
+
+
+# Ray's processes.
+
+
+def listen_on_loopback() -> None:
+    """Have Ray listen on loopback, of IPv6 too, unless RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1 asks for all addresses.
+
+    Ray does so where it starts no clusters, by default on Windows and macOS, and an address given to `ray.init` does not
+    change it. The processes that it starts read the variable; this one has read it already, when it imported Ray.
+    """
+    name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+    os.environ.setdefault(name, "0")
+    ray_constants.ENABLE_RAY_CLUSTER = ray_constants.env_bool(name, False)
+
+
+@contextmanager
+def in_a_group_of_their_own() -> Iterator[None]:
+    """Give every process that Ray starts inside the block a process group of its own.
+
+    A signal to the whole group of the job, which `timeout` and many schedulers send, would otherwise end Ray while the job
+    is saving. Ray's processes end with the job in any case.
+    """
+    original = services.ConsolePopen
+    services.ConsolePopen = partial(original, process_group=0)  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        services.ConsolePopen = original  # type: ignore[misc]
+
+
+def find_started_cluster() -> str:
+    """Return the address of the cluster that `ray start` has started on this machine, HOST:PORT; empty if there is none."""
+    return services.find_bootstrap_address(None) or ""
+
+
+def address_that_ray_asks(address: str) -> str:
+    """Return what Ray makes of an address: that of this machine for loopback, where a head may not listen."""
+    return services.canonicalize_bootstrap_address(address) or address
+
+
+def local_resources() -> dict[str, float]:
+    """Return the resources that a Ray on this machine would have, by name, as Ray itself finds them when it starts."""
+    found = ResourceAndLabelSpec()
+    found.resolve(is_head=True, node_ip_address="127.0.0.1")
+    resources: dict[str, float] = found.to_resource_dict()
+    return resources
+
+
+def free_resources() -> Mapping[str, Mapping[str, float]]:
+    """Return node ID → its resources that nobody uses; publicly Ray tells only their sum over all nodes."""
+    free: Mapping[str, Mapping[str, float]] = state.available_resources_per_node()
+    return free
