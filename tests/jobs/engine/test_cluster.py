@@ -117,7 +117,7 @@ def test_a_cluster_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_is_no_head_is_refused(head: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "_SECONDS_TO_ANSWER", 0.2)
-    monkeypatch.setattr(cluster.services, "canonicalize_bootstrap_address", lambda address: address)
+    monkeypatch.setattr(cluster, "address_that_ray_asks", lambda address: address)
     with pytest.raises(ConnectionError, match=r"RAY_ADDRESS = \S+: what listens there is no head of a Ray cluster"):
         check_machine()
 
@@ -125,7 +125,7 @@ def test_what_is_no_head_is_refused(head: socket.socket, monkeypatch: pytest.Mon
 def test_auto_means_a_cluster_of_ray_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray itself would join a Ray that another job has started for itself, and wait for it without limit."""
     monkeypatch.setenv("RAY_ADDRESS", "auto")
-    monkeypatch.setattr(cluster.services, "find_bootstrap_address", lambda directory: None)
+    monkeypatch.setattr(cluster, "find_started_cluster", lambda: "")
     with pytest.raises(ConnectionError, match="RAY_ADDRESS = auto, but no cluster was started by `ray start`"):
         check_machine()
 
