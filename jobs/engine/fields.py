@@ -56,12 +56,13 @@ def alternative(name: str) -> dict[str, str]:
 def absolute_path(value: str) -> str:
     """Return a local path as an absolute one, because the workers have another working directory.
 
-    URIs, hub names and paths that do not exist are returned unchanged. A file keeps its own name even if it is a symbolic
-    link, because the suffix tells the format.
+    URIs, hub names and paths that do not exist are returned unchanged, unless they are patterns (`{0..3}`, `*`). A file
+    keeps its own name even if it is a symbolic link, because the suffix tells the format.
     """
     path = Path(value)
     if not value or "://" in value or not path.exists():
-        return value
+        is_pattern = "://" not in value and bool({"{", "*"} & set(value))
+        return str(path.absolute()) if is_pattern else value
     return str(path.resolve() if path.is_dir() else path.parent.resolve() / path.name)
 
 

@@ -21,7 +21,7 @@ from jobs.engine.masking import masked
 from jobs.engine.ray_private import local_resources
 from jobs.engine.resumption import check_start, find_resumption, whole_checkpoints
 from jobs.engine.task import Plan
-from jobs.engine.tracking_store import SQLITE, check_experiment
+from jobs.engine.tracking_store import SQLITE, check_experiment, sqlite_file
 from pipelines.storage import exists, join, read_json, resolve, write_bytes
 
 
@@ -49,7 +49,7 @@ def check_plan(plan: Plan) -> dict[str, Any] | None:
             check_start(config)
         check_writable("run.export", config.run.export_directory)
         if plan.tracking_uri.startswith(SQLITE):
-            check_writable("tracking.uri", str(Path(plan.tracking_uri.removeprefix(SQLITE)).parent))
+            check_writable("tracking.uri", str(sqlite_file(plan.tracking_uri).parent))
         if plan.tracking_uri:
             check_experiment(plan.tracking_uri, config.tracking.experiment)
         check_machine()

@@ -28,7 +28,7 @@ from mlflow.exceptions import MlflowException
 from jobs.engine.config import TrackingSection
 from jobs.engine.masking import masked
 from jobs.engine.tags import JOB_TAG, origin_tags
-from jobs.engine.tracking_store import SQLITE, find_or_create_experiment, log_data_sets, open_client
+from jobs.engine.tracking_store import SQLITE, find_or_create_experiment, log_data_sets, open_client, sqlite_uri
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def default_uri(storage: str) -> str:
             f"tracking.uri is not given, and run.storage = {storage!r} is no local directory to keep a database in: "
             "give the URI of an MLflow server, or --tracking.no-enabled"
         )
-    return f"sqlite:///{storage}/mlflow.db"
+    return sqlite_uri(f"{storage}/mlflow.db")
 
 
 def resolve_uri(tracking: TrackingSection, storage: str) -> str:
@@ -83,7 +83,7 @@ def resolve_uri(tracking: TrackingSection, storage: str) -> str:
         return ""
     uri = tracking.uri or default_uri(storage)
     shown = masked(uri)
-    if any(map(str.isspace, uri)):
+    if not uri.startswith(SQLITE) and any(map(str.isspace, uri)):
         raise ValueError("tracking.uri holds white space: write a space as %20")
     if not uri.startswith(("http://", "https://")):
         if not uri.startswith((SQLITE, "file:", "databricks", *_DATABASES)):

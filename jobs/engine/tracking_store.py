@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import unquote
 
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, Experiment, InputTag, LifecycleStage
@@ -28,6 +29,16 @@ class DeletedExperimentError(ValueError):
     """The experiment was deleted, but not for ever, and nothing can be logged to it."""
 
 
+def sqlite_uri(file: str) -> str:
+    """Return the URI of a file of SQLite, with the characters escaped that SQLAlchemy would read as something else."""
+    return SQLITE + file.replace("%", "%25").replace("?", "%3F")
+
+
+def sqlite_file(uri: str) -> Path:
+    """Return the file that the URI of SQLite names."""
+    return Path(unquote(uri.removeprefix(SQLITE).partition("?")[0]))
+
+
 def open_client(uri: str) -> MlflowClient:
     """Return a client of a server or of a file of SQLite, which is made if it does not exist.
 
@@ -36,13 +47,17 @@ def open_client(uri: str) -> MlflowClient:
     """
     if not uri.startswith(SQLITE):
         return MlflowClient(uri)
-    file = Path(uri.removeprefix(SQLITE))
+    file = sqlite_file(uri)
     file.parent.mkdir(parents=True, exist_ok=True)
     # The client makes the tables, in many steps of which none may be made twice.
     lock = open_locked(file.with_name(f"{file.name}.lock"), os.O_CREAT, waits=True)
     assert lock is not None  # nothing removes it
     with lock:
-        return MlflowClient(uri)
+        client = MlflowClient(uri)
+    if str(file) not in uri:  # MLflow makes a directory of the name as the URI spells it.
+        with suppress(OSError):
+            os.removedirs(Path(uri.removeprefix(SQLITE)).parent)
+    return client
 
 
 def find_or_create_experiment(client: MlflowClient, uri: str, name: str) -> str:
@@ -52,7 +67,7 @@ def find_or_create_experiment(client: MlflowClient, uri: str, name: str) -> str:
         DeletedExperimentError: if it was deleted.
         MlflowException: if the store refuses it.
     """
-    location = (Path(uri.removeprefix(SQLITE)).parent / "mlartifacts").as_uri() if uri.startswith(SQLITE) else None
+    location = (sqlite_file(uri).parent / "mlartifacts").as_uri() if uri.startswith(SQLITE) else None
     existing = client.get_experiment_by_name(name)
     if existing is None:
         try:
@@ -71,7 +86,7 @@ def check_experiment(uri: str, name: str) -> None:
     Raises:
         DeletedExperimentError: if it was deleted.
     """
-    if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).exists():
+    if uri.startswith(SQLITE) and not sqlite_file(uri).exists():
         return
     with suppress(MlflowException):  # a store that cannot be opened has its own message
         _refuse_deleted(open_client(uri).get_experiment_by_name(name), uri)

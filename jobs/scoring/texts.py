@@ -26,7 +26,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from jobs.scoring.config import PoolSection
 from jobs.scoring.units import Finished, Outcome, UnitStore, Work, map_units, part_file
-from pipelines.archives import PLAIN_SUFFIXES, SUFFIXES, Archive, list_archives
+from pipelines.archives import PLAIN_SUFFIXES, SUFFIXES, Archive, list_archives, resolve_source
 from pipelines.problems import check_problems
 from pipelines.storage import create_directory, read_json, relative, resolve, write_json
 from pipelines.text.manifest import ArchiveEntry
@@ -56,7 +56,7 @@ def list_sources(uri: str) -> list[Archive]:
 
 def archive_sizes(source: str, archives: list[Archive]) -> dict[str, int]:
     """Returns the size in bytes of every archive, by a name that holds its place in the source."""
-    root = resolve(source)[1]
+    root = resolve_source(source)[1]
     return {f"archive {relative(archive.path, root)} (bytes)": archive.num_bytes for archive in archives}
 
 
@@ -156,7 +156,7 @@ def map_archives(
         say(
             f"{output} holds {len(done)} parts; {len(archives) - len(missing)} of {len(archives)} archives are complete"
         )
-    root = resolve(settings.source)[1]
+    root = resolve_source(settings.source)[1]
     names = [relative(archive.path, root) for archive in archives]
 
     def read(number: int) -> Iterator[Part]:
@@ -191,7 +191,7 @@ def read_parts(
     problems: Counter[str] = Counter()
     examples: list[str] = []
     num_documents = num_parts = 0
-    source = relative(archive.path, resolve(settings.source)[1])
+    source = relative(archive.path, resolve_source(settings.source)[1])
     documents = readable_documents(settings.source, archive, settings.text_field, problems, examples)
     for group in _groups(itertools.islice(documents, settings.max_documents or None), settings.part_characters):
         if part_file(number, num_parts) not in done:

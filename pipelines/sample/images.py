@@ -24,15 +24,20 @@ import json
 import multiprocessing
 import os
 import random
+import sys
 import tarfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
 
 from pipelines.sample.directory import check_empty, created_at_once
 from pipelines.sample.drawing import render
 from pipelines.sample.scene_captions import generate_captions
 from pipelines.sample.scenes import CONCEPTS, draw_concepts, draw_scene, zipf_probabilities
+
+if TYPE_CHECKING:
+    from webdataset import ShardWriter
 
 NUM_IMAGES_DEFAULT = 20_000
 IMAGE_SIZE_DEFAULT = 64
@@ -113,6 +118,8 @@ def write_images(
     Raises:
         FileExistsError: if `directory` already exists and is not an empty directory.
     """
+    import webdataset  # noqa: F401  # With torch, once, and not in every forked process.
+
     check_empty(directory)
     numbers = {"train": num_images, "validation": num_retrieval_images, "test": num_retrieval_images}
     concepts = {
@@ -212,7 +219,7 @@ def _write_archive(archive: _Archive) -> None:
         range(size + _NUM_GAPS_PER_SHARD), size
     )
     numbers_in_class: dict[int, int] = {}
-    with tarfile.open(archive.path, mode="w") as tar:
+    with archive.path.open("wb") as file, _shard_writer(file) as writer:
         for offset, (key, concept) in enumerate(zip(sorted(keys), archive.concepts, strict=True)):
             generator = random.Random(f"{archive.seed}:{archive.split}:{archive.first + offset}")
             scene = draw_scene(CONCEPTS[concept], generator)
@@ -220,7 +227,7 @@ def _write_archive(archive: _Archive) -> None:
             render(scene, archive.image_size, generator).save(image, "JPEG", quality=_JPEG_QUALITY)
             if archive.split == "zero_shot":
                 number = numbers_in_class[concept] = numbers_in_class.get(concept, -1) + 1
-                _add_file(tar, f"{CONCEPTS[concept].name}/{number:04d}.jpg", image.getvalue())
+                writer.write({"__key__": f"{CONCEPTS[concept].name}/{number:04d}", "jpg": image.getvalue()})
                 continue
             texts = generate_captions(scene, 1 if archive.split == "train" else NUM_RETRIEVAL_CAPTIONS, generator)
             name = f"{archive.number * _NUM_KEYS_PER_SHARD + key:09d}"
@@ -238,12 +245,20 @@ def _write_archive(archive: _Archive) -> None:
                 "concept_share": archive.frequencies[concept] / sum(archive.frequencies),
                 "scene": asdict(scene),
             }
-            _add_file(tar, f"{name}.jpg", image.getvalue())
-            _add_file(tar, f"{name}.txt", texts[0].encode())
-            _add_file(tar, f"{name}.json", json.dumps(record).encode())
+            writer.write(
+                {
+                    "__key__": name,
+                    "jpg": image.getvalue(),
+                    "txt": texts[0].encode(),
+                    "json": json.dumps(record).encode(),
+                }
+            )
 
 
-def _add_file(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    info = tarfile.TarInfo(name)  # Its time stamp and owner are 0, so that equal data give equal files.
-    info.size = len(data)
-    tar.addfile(info, io.BytesIO(data))
+def _shard_writer(file: BinaryIO) -> ShardWriter:
+    """Return webdataset's writer of one shard; time stamps are 0, so that equal data give equal files."""
+    import webdataset
+
+    return webdataset.ShardWriter(
+        "%d", maxcount=sys.maxsize, maxsize=sys.maxsize, opener=lambda _: file, encoder=False, mtime=0.0, verbose=0
+    )

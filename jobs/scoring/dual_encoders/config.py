@@ -32,6 +32,8 @@ class EvaluateClipConfig(EvaluationConfig):
     class_names: tuple[str, ...] = ()
     """Class names of a zero-shot set as NAME=FILE: a JSON object of folder → class name, or cifar10 or cifar100 for
     folders named by numbers. Default: the folders' names, with spaces for underscores."""
+    key_dot: Literal["first", "last"] = "first"
+    """Dot of a member's name in a tar at which the key of its sample ends: webdataset's is the first."""
     max_bad_share: float = 0.01
     """Largest share of a set's images, in [0, 1], that may be unreadable before the job fails. They are counted."""
     max_pixels: int = MAX_PIXELS

@@ -48,6 +48,7 @@ def retrieval_sources(config: EvaluateClipConfig) -> dict[str, PrepareImagesConf
             splits=tuple(splits.get(name, "").split(",")),
             max_bad_share=config.max_bad_share,
             max_pixels=config.max_pixels,
+            key_dot=config.key_dot,
         )
         for name, uri in named_values("retrieval", config.retrieval).items()
     }

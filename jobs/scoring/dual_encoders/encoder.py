@@ -16,10 +16,11 @@ import torch
 from jobs.engine.fields import absolute_path
 from jobs.scoring.models import ModelSpec
 from jobs.tasks.base import naming_field
+from pipelines.archives import resolve_source
 from pipelines.images.captions import CaptionEncoder
 from pipelines.images.prepare import PrepareImagesConfig, check_source
 from pipelines.local_copy import is_directory, local_copy
-from pipelines.storage import join, relative, resolve
+from pipelines.storage import join, relative
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.fingerprints import files_digest
 from tempnet.models.dual_encoder import DualEncoder
@@ -142,10 +143,11 @@ def pairs_record(images: PrepareImagesConfig) -> dict[str, Any]:
         FileNotFoundError, ValueError: if the images or captions are missing or not understood.
     """
     archives, captions = check_source(images)
-    root = resolve(images.source)[1]
+    root = resolve_source(images.source)[1]
     return {
         "num_captioned_images": None if captions is None else len(captions.captions),
         "splits": list(images.splits),
+        **({} if images.key_dot == "first" else {"key_dot": images.key_dot}),
         **{
             f"archive {relative(archive.path, root)} (bytes)": [archive.num_bytes, len(archive.files)]
             for archive in archives

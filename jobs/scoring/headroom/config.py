@@ -11,7 +11,7 @@ from jobs.scoring.config import LanguageModelPool, check_least, check_precision,
 _OF_TEXT = (
     "tokens_per_document", "max_documents", "context_length", "stride", "text_field", "part_characters",
 )  # fmt: skip
-_OF_IMAGES = ("captions", "splits", "gallery_images", "gallery_seed")
+_OF_IMAGES = ("key_dot", "captions", "splits", "gallery_images", "gallery_seed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +61,8 @@ class Headroom:
     """Name of the field or column that contains the text."""
     part_characters: int = 200_000
     """Characters per part of the text. A part is measured, written and resumed as a unit."""
+    key_dot: Literal["first", "last"] = "first"
+    """Dot of a member's name in a tar at which the key of its sample ends: webdataset's is the first."""
     max_bad_share: float = 0.01
     """Largest share of records, in [0, 1], that may be unreadable before the job fails."""
     storage: str = ""

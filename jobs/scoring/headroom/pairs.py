@@ -88,6 +88,7 @@ def resolve_settings(config: Headroom) -> PairHeadroomSettings:
         captions=absolute_path(config.captions),
         splits=config.splits,
         max_bad_share=config.max_bad_share,
+        key_dot=config.key_dot,
     )
     with naming_field("images: "):
         check_source(images)

@@ -91,6 +91,8 @@ class PredictPairTemperaturesConfig:
     """Precision in which the encoders run. Projections, embeddings, TempNets and τ are float32."""
     part_pairs: int = 1_000
     """Number of pairs per part; the last part of an archive may have fewer."""
+    key_dot: Literal["first", "last"] = "first"
+    """Dot of a member's name in a tar at which the key of its sample ends: webdataset's is the first."""
     max_bad_share: float = 0.01
     """Largest share of samples, in [0, 1], that may be unreadable before the job fails."""
     workers: PoolSection = field(default_factory=PoolSection)

@@ -97,6 +97,7 @@ def resolve_settings(config: PredictPairTemperaturesConfig) -> PairPredictionSet
         captions=absolute_path(config.captions),
         splits=config.splits,
         max_bad_share=config.max_bad_share,
+        key_dot=config.key_dot,
     )
     check_source(images)
     tempnet = config.tempnet or config.model

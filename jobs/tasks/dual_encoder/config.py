@@ -37,6 +37,8 @@ class PairDataSection:
     """Splits of train_captions (Karpathy's format) to use. If empty: all."""
     validation_splits: tuple[str, ...] = ()
     """Splits of validation_captions (Karpathy's format) to use. If empty: all."""
+    key_dot: Literal["first", "last"] = field(default="first", metadata=added_later("first"))
+    """Dot of a member's name in a tar at which the key of its sample ends: webdataset's is the first."""
     tokenizer: str = field(default="", metadata=PATH)
     """Directory, URI or hub name of a Transformers fast tokenizer. If empty: the tokenizer of the text encoder."""
     num_text_tokens: int = 30

@@ -23,6 +23,7 @@ def preparation(config: ClipConfig, split: str) -> PrepareImagesConfig:
         captions=getattr(data, f"{split}_captions"),
         splits=getattr(data, f"{split}_splits"),
         max_bad_share=data.max_bad_share,
+        key_dot=data.key_dot,
     )
 
 

@@ -37,7 +37,13 @@ from jobs.engine.tracking import (
     survive_outage,
     where_to_browse,
 )
-from jobs.engine.tracking_store import check_experiment, find_or_create_experiment, log_data_sets
+from jobs.engine.tracking_store import (
+    check_experiment,
+    find_or_create_experiment,
+    log_data_sets,
+    open_client,
+    sqlite_file,
+)
 from jobs.scoring.mlflow_models.run import record_models
 from jobs.studies.trials.run import make_plan_in_outage
 from jobs.studies.trials.trial import Trial
@@ -233,6 +239,21 @@ def test_the_default_store_lies_beside_the_runs(monkeypatch: pytest.MonkeyPatch)
         default_uri("s3://bucket")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server:5000")
     assert default_uri("s3://bucket") == "http://server:5000"
+
+
+def test_the_default_store_is_found_whatever_its_name_is(
+    mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    storage = tmp_path / "new" / "a b\t#p%41? {x}"
+    storage.mkdir(parents=True)
+    sqlite_file(mlflow_uri).rename(storage / "mlflow.db")
+    uri = resolve_uri(TrackingSection(), str(storage))
+    client = open_client(uri)
+    experiment = client.get_experiment(find_or_create_experiment(client, uri, "ours"))
+    client.log_text(client.create_run(experiment.experiment_id).info.run_id, "text", "a.txt")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [storage.name]
+    assert len(list((storage / "mlartifacts").rglob("a.txt"))) == 1
 
 
 def test_the_machine_is_logged_under_mlflows_names(mlflow_uri: str) -> None:
