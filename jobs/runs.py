@@ -27,7 +27,7 @@ class RunsConfig:
     storages: Annotated[tuple[str, ...], tyro.conf.Positional] = field(default=())
     """Directories or URIs that hold runs (--run.storage), or a run's own. If empty: $TEMPNET_HOME, else ./runs."""
     state: tuple[str, ...] = ()
-    """Only runs in these states: running, finished, failed, interrupted, lost. If empty: all."""
+    """Only runs in these states: running, stalled, finished, failed, interrupted, lost. If empty: all."""
     json: bool = False
     """Print one JSON object per run instead of a table."""
 

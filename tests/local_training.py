@@ -88,6 +88,9 @@ class Asking:
         if step == self.after_step:
             time.sleep(1.2)
 
+    def sign(self, rank: int, step: int, place: str) -> None:
+        pass
+
     def requests(self) -> tuple[bool, int] | None:
         is_due = self.step >= self.after_step
         self.num_answers += is_due

@@ -47,6 +47,9 @@ class RunSection:
     max_wait_minutes: float = field(default=60.0, metadata=FREE_TO_CHANGE)
     """Minutes to wait for room for all workers, at the start or after a machine is lost, before the run fails."""
 
+    max_stall_minutes: float = field(default=0.0, metadata=FREE_TO_CHANGE)
+    """Minutes without a step, a long validation among them, after which the run fails; it can be continued. 0: it waits
+    without limit. After a minute the workers are named with what they do, whatever this says."""
     grace_seconds: float = field(default=30.0, metadata=FREE_TO_CHANGE)
     """Seconds that a job told to end by SIGTERM has to save the step that it is at. 0: it ends at once."""
 
@@ -54,7 +57,7 @@ class RunSection:
         check_positive(
             "run", self, "num_steps", "checkpoint_every", "num_checkpoints_kept", "log_every", "max_wait_minutes"
         )
-        check_not_negative("run", self, "seed", "grace_seconds")
+        check_not_negative("run", self, "seed", "grace_seconds", "max_stall_minutes")
         is_start = not self.start_from or re.fullmatch(r"[^/\\\s]+@[1-9]\d*", self.start_from)
         if not is_start or self.start_step >= self.num_steps:
             raise ValueError(

@@ -6,6 +6,7 @@ the user arrives: with a progress bar on a terminal, as plain lines in a log fil
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ from tqdm import tqdm
 
 from jobs.engine.masking import printable
 from jobs.engine.progress import ProgressNotes
+from jobs.engine.stall import Sign, StallWatch, describe_signs
 from jobs.engine.worker_context import Terminal
 from pipelines.actor_start import on_this_node, wait_until_started
 
@@ -32,6 +34,7 @@ class _Mailbox:
         self._progress: tuple[int, str] | None = None
         self._must_stop = False
         self._num_saves = 0
+        self._signs: dict[int, tuple[int, str, float]] = {}
 
     def ask_to_save(self) -> None:
         self._num_saves += 1
@@ -48,8 +51,15 @@ class _Mailbox:
     def show(self, step: int, text: str) -> None:
         self._progress = (step, text)
 
-    def fetch(self) -> tuple[list[str], tuple[int, str] | None]:
-        fetched = (self._lines, self._progress)
+    def sign(self, rank: int, step: int, place: str) -> None:
+        if rank not in self._signs or step < self._signs[rank][0]:
+            self._signs = {}  # other workers have begun
+        self._signs[rank] = (step, place, time.monotonic())
+
+    def fetch(self) -> tuple[list[str], tuple[int, str] | None, dict[int, Sign]]:
+        now = time.monotonic()
+        signs = {rank: (step, place, now - when) for rank, (step, place, when) in self._signs.items()}
+        fetched = (self._lines, self._progress, signs)
         self._lines = []
         return fetched
 
@@ -57,7 +67,10 @@ class _Mailbox:
 class Console:
     """Prints the workers' messages in the driver; use it as a context around training, and pass `mailbox` to the workers."""
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, num_steps: int, *, max_stall_minutes: float = 0.0) -> None:
+        self._stalls, self._max_stall_seconds = StallWatch(), 60.0 * max_stall_minutes
+        self.stalled = ""
+        """Why the run was interrupted; empty if it was not."""
         mailbox: Any = ray.remote(_Mailbox)
         self.mailbox: ActorHandle = mailbox.options(num_cpus=0, scheduling_strategy=on_this_node()).remote()
         self._bar = tqdm(total=num_steps, unit="step", disable=None, dynamic_ncols=True)
@@ -87,8 +100,15 @@ class Console:
             fetched: Any = ray.get(self.mailbox.fetch.remote(), timeout=10)
         except ray.exceptions.RayError:
             return  # the cluster is shutting down; the job itself reports why
-        lines, progress = fetched
-        for line in lines:
+        lines, progress, signs = fetched
+        waited, stall = self._stalls.look(signs)
+        if self._max_stall_seconds and waited > self._max_stall_seconds and signs and not self.stalled:
+            self.stalled = (
+                f"no step for {waited:.0f} s, longer than run.max_stall_minutes = {self._max_stall_seconds / 60:g}: "
+                f"{describe_signs(signs)}"
+            )
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # ends the run as Ctrl-C does
+        for line in [*lines, *filter(None, [stall])]:
             tqdm.write(printable(line), file=sys.stdout)
         sys.stdout.flush()
         if progress and not self._bar.disable:

@@ -20,7 +20,7 @@ from jobs.engine.cluster_loss import naming_lost_cluster
 from jobs.engine.command_line import show
 from jobs.engine.config import TrainingConfig
 from jobs.engine.console import Console
-from jobs.engine.failures import describe_failure, explain_end
+from jobs.engine.failures import describe_continuation, describe_failure, explain_end
 from jobs.engine.identity import flatten, recorded_values
 from jobs.engine.job import FatalTrainingError, WorkerJob
 from jobs.engine.lease import Lease
@@ -141,7 +141,8 @@ def _fit_plan(
     shares_cores: bool,
 ) -> dict[str, Any]:
     """Train a plan that is prepared, as :func:`fit` does, and show its progress in this terminal if that is wanted."""
-    with Console(plan.config.run.num_steps) if with_progress else nullcontext() as console:
+    run = plan.config.run
+    with Console(run.num_steps, max_stall_minutes=run.max_stall_minutes) if with_progress else nullcontext() as console:
         job = WorkerJob(
             create_task=prepared.create_task,
             tracked_run=tracked,
@@ -150,7 +151,12 @@ def _fit_plan(
             watch=watch,
             shares_cores=shares_cores,
         )
-        return fit(plan.config, job, data_cpus=plan.data_cpus)
+        try:
+            return fit(plan.config, job, data_cpus=plan.data_cpus)
+        except KeyboardInterrupt:
+            if console is None or not console.stalled:
+                raise
+            raise FatalTrainingError(f"{console.stalled}; {describe_continuation(run.directory)}") from None
 
 
 def fit(

@@ -29,6 +29,7 @@ from jobs.engine.job import FatalTrainingError, WorkerJob
 from jobs.engine.metrics import MetricLogger
 from jobs.engine.pace import Ahead, Pace
 from jobs.engine.seeds import seed_of
+from jobs.engine.stall import SignsOfLife
 from jobs.engine.stopping import StopRequests
 from jobs.engine.system_metrics import SystemMetrics
 from jobs.engine.task import Statistics, Task
@@ -72,6 +73,7 @@ class TrainingLoop:
         self.validations = [Validation(step=step, scores=scores) for step, scores in state.validations]
         self.watch, self.reason_to_stop = job.watch, ""
         self.stop_requests = StopRequests(context)
+        self.signs = SignsOfLife(context.terminal, self.rank, lambda: self.step)
         self.must_save = self.must_stop = False
         # Reading data starts before the model is built, so that the first step does not wait for data.
         size = config.optimizer.batch_size
@@ -165,6 +167,7 @@ class TrainingLoop:
     def close(self) -> list[list[Any]]:
         """Send the remaining metrics to MLflow and return those that could not be sent (`MetricLogger.unsent`)."""
         self.stop_requests.close()
+        self.signs.close()
         if self.progress:
             self.progress.close()
         if self.system_metrics:

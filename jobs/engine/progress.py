@@ -33,6 +33,7 @@ class ProgressNotes:
         self._seconds_between = seconds_between
         self._newest: Mapping[str, Any] | None = None
         self._tau_mean: float | None = None
+        self._last_noted = time.monotonic()
         self._changed, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="progress notes", daemon=True)
         self._thread.start()
@@ -40,13 +41,16 @@ class ProgressNotes:
     def note(self, step: int, *, loss: float, tau_mean: float | None, seconds_per_step: float) -> None:
         """Note the state after `step` steps; if `tau_mean` is None, the last known mean temperature stays."""
         self._tau_mean = self._tau_mean if tau_mean is None else tau_mean
+        now = time.monotonic()
         self._newest = {
             "step": step,
             "loss": loss,
             "tau_mean": self._tau_mean,
             "seconds_per_step": seconds_per_step,
+            "seconds_per_note": now - self._last_noted,
             "time": time.time(),
         }
+        self._last_noted = now
         self._changed.set()
 
     def close(self) -> None:

@@ -61,6 +61,10 @@ class DriverTerminal:
         """Draw the bar after `step` steps."""
         self._mailbox.show.remote(step, text)
 
+    def sign(self, rank: int, step: int, place: str) -> None:
+        """Give a sign of life of a worker."""
+        self._mailbox.sign.remote(rank, step, place)
+
     def requests(self) -> tuple[bool, int] | None:
         """Return what the driver and Ray Train's controller have asked; None if they do not answer."""
         try:

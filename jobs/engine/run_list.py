@@ -18,6 +18,7 @@ from jobs.engine.resumption import registered_step
 from pipelines.storage import join, read_json, resolve
 
 _SECONDS_TO_EXPIRE = 60.0  # as long as a driver lets a lease of another machine stand
+_SECONDS_TO_STALL, _NOTES_TO_STALL = 60.0, 4.0  # without progress: at least a minute, and as long as four notes took
 _NUM_READERS = 16
 _MAX_CAUSE = 100
 
@@ -29,7 +30,8 @@ class RunState:
     name: str
     """Name of the run, below the storage."""
     state: str
-    """finished, running, failed, interrupted or lost: the driver has ended without a word."""
+    """finished, running, stalled (its driver lives, but it shows no progress), failed, interrupted or lost: the driver has
+    ended without a word."""
     step: int
     """The newest step that is known of; of a run that does not train, the step that it would go on from."""
     num_steps: int
@@ -123,7 +125,11 @@ def _state(
     lease = _read(directory, LEASE_FILE)
     if lease:
         is_dead = is_ended_here(lease) or now - last_sign > _SECONDS_TO_EXPIRE
-        return "lost" if is_dead else "running"
+        if is_dead:
+            return "lost"
+        noted, between = _number(progress, "time"), _number(progress, "seconds_per_note") or 0.0
+        is_late = noted is not None and now - noted > max(_SECONDS_TO_STALL, _NOTES_TO_STALL * between)
+        return "stalled" if is_late else "running"
     is_newest = (_number(failure, "time") or 0.0) >= (_number(progress, "time") or 0.0)
     return "failed" if failure.get("is_final") and is_newest else "interrupted"
 

@@ -22,6 +22,10 @@ class Terminal(Protocol):
         """Show the progress after `step` steps, such as a bar; a text without bar goes through :meth:`say`."""
         ...
 
+    def sign(self, rank: int, step: int, place: str) -> None:
+        """Give a sign of life of a worker: how many steps it has made, and where it is."""
+        ...
+
     def requests(self) -> tuple[bool, int] | None:
         """Return whether the run is to stop, and how often it was asked to save; None if nobody can be asked now."""
         ...

@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from jobs.engine import stall
+from jobs.engine.stall import SignsOfLife, StallWatch, describe_signs
 from jobs.engine.stopping import StopRequests, stopping_softly
 from jobs.engine.worker_context import WorkerContext
 
@@ -68,3 +70,35 @@ def test_all_workers_answer_alike() -> None:
     assert requests.answer([1, 0, 0]) == (True, False)
     assert requests.answer([0, 1, 0]) == (True, False)
     assert requests.answer([0, 0, 2]) == (True, True)
+
+
+def test_a_run_that_makes_no_step_is_described_after_a_minute_and_then_less_and_less_often() -> None:
+    watch = StallWatch()
+    signs = {0: (37, "_train_step (loop.py:190), in all_reduce", 2.0), 1: (37, "read (pairs.py:9)", 61.0)}
+    assert watch.look({0: (36, "", 0.0), 1: (37, "", 0.0)}, now=0.0) == (0.0, "")
+    assert watch.look(signs, now=1.0) == (0.0, "")
+    looks = [watch.look(signs, now=1.0 + second) for second in range(1, 300)]
+    assert [waited for waited, line in looks if line] == [60.0, 120.0, 240.0]
+    assert looks[59][1] == f"no step for 60 s, after step 37: {describe_signs(signs)}"
+    assert describe_signs(signs) == (
+        "worker 1 has given no sign for 61 s (last in read (pairs.py:9)); "
+        "worker 0 is in _train_step (loop.py:190), in all_reduce"
+    )
+    assert watch.look(signs | {0: (38, "", 0.0)}, now=400.0) == (0.0, "")
+
+
+def test_a_worker_tells_where_its_main_thread_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stall, "_SECONDS_BETWEEN_SIGNS", 0.05)
+    told: list[tuple[int, int, str]] = []
+
+    class Driver:
+        def sign(self, rank: int, step: int, place: str) -> None:
+            told.append((rank, step, place))
+
+    signs = SignsOfLife(Driver(), 3, lambda: 5)  # type: ignore[arg-type]
+    threading.Event().wait(0.3)
+    signs.close()
+    rank, step, place = told[0]
+    assert (rank, step) == (3, 5)
+    assert place.startswith("test_a_worker_tells_where_its_main_thread_is (test_stopping.py:")
+    assert place.endswith(", in wait")
