@@ -44,8 +44,8 @@ from tempnet.headroom.gains import DocumentSums
 from tempnet.headroom.profile import Profiles, clamp_log_beta
 from tempnet.headroom.run import CONSTANT, HeadroomTest, run_headroom_test
 from tempnet.models.output_head import output_weight
+from tempnet.softmax.config import TemperatureLossConfig
 from tempnet.softmax.linear import linear_language_model_loss
-from tempnet.softmax.reference import TemperatureLossConfig
 
 HEADS = ("logits", "hidden", "both", "dro", "mlp")
 _BATCH_SIZE = 2048

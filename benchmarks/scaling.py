@@ -25,7 +25,7 @@ from benchmarks.measure import print_setting, run_train_lm, spread, tokens_per_s
 from jobs.studies.reproduction.direct import training_step
 from tempnet import TempNet, TempNetConfig
 from tempnet.models.causal_lm import TemperatureCausalLM
-from tempnet.softmax.reference import TemperatureLossConfig
+from tempnet.softmax.config import TemperatureLossConfig
 
 TARGET = 1.7
 VOCAB_SIZE, BATCH_SIZE, CONTEXT_LENGTH = 2048, 16, 128  # those of gpt2-scratch-small on the sample data

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from benchmarks.measure import in_new_process, measure_peak_growth, print_setting, print_table, ratios, time_in_turn
 from tempnet import TempNet, TempNetConfig
+from tempnet.softmax.config import TemperatureLossConfig
 from tempnet.softmax.linear import linear_language_model_loss
-from tempnet.softmax.reference import TemperatureLossConfig, language_model_loss
+from tempnet.softmax.reference import language_model_loss
 
 RHO_SHARE = 0.6
 EAGER, CHUNKED, CUT = "eager cross-entropy", "chunked cross-entropy", "Cut Cross-Entropy, torch path"

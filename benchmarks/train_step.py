@@ -22,7 +22,7 @@ from benchmarks.measure import print_setting, print_table, ratios, spread, time_
 from jobs.studies.reproduction.direct import training_step
 from tempnet import TempNet, TempNetConfig
 from tempnet.models.causal_lm import TemperatureCausalLM
-from tempnet.softmax.reference import TemperatureLossConfig
+from tempnet.softmax.config import TemperatureLossConfig
 
 VOCAB_SIZE, NUM_LOGITS = 50_257, 50_304
 FORMS = {

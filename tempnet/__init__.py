@@ -1,15 +1,30 @@
 """Learned softmax temperatures: the robust loss, the temperature network (TempNet), and the models that use them."""
 
-from tempnet.dro import (
-    check_rho,
-    rho_from_target_entropy,
-    robust_loss,
-    target_entropy_from_rho,
-    temperature_derivatives,
-)
-from tempnet.network import TempNet
-from tempnet.network_config import TempNetConfig
-from tempnet.oracle import best_constant_temperature, optimal_temperature, temperature_curve
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tempnet.dro import robust_loss, temperature_derivatives
+    from tempnet.network import TempNet
+    from tempnet.network_config import TempNetConfig
+    from tempnet.oracle import best_constant_temperature, optimal_temperature, temperature_curve
+    from tempnet.rho import check_rho, rho_from_target_entropy, target_entropy_from_rho
+
+# Imported on first use: they import PyTorch, which takes seconds that the help of a command need not wait for.
+_PLACES = {
+    "TempNet": "network",
+    "TempNetConfig": "network_config",
+    "best_constant_temperature": "oracle",
+    "check_rho": "rho",
+    "optimal_temperature": "oracle",
+    "rho_from_target_entropy": "rho",
+    "robust_loss": "dro",
+    "target_entropy_from_rho": "rho",
+    "temperature_curve": "oracle",
+    "temperature_derivatives": "dro",
+}
 
 __all__ = [
     "TempNet",
@@ -23,3 +38,10 @@ __all__ = [
     "temperature_curve",
     "temperature_derivatives",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what the package exports when it is used."""
+    if name in _PLACES:
+        return getattr(import_module(f"tempnet.{_PLACES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -29,62 +29,6 @@ from torch import Tensor
 _FLOOR = -1e12
 
 
-def rho_from_target_entropy(target_entropy: float, num_contrasts: int) -> float:
-    """Return ρ = log K − H for a target entropy H in nats, 0 < H ≤ log K.
-
-    Args:
-        target_entropy: H.
-        num_contrasts: K.
-
-    Raises:
-        ValueError: if H is outside (0, log K]; no feasible ρ corresponds to such an entropy.
-    """
-    log_k = math.log(num_contrasts)
-    if not 0.0 < target_entropy <= log_k:
-        raise ValueError(
-            f"target_entropy = {target_entropy:g} nats is impossible with {num_contrasts} contrasts: "
-            f"choose a value in (0, log {num_contrasts} = {log_k:.4f}]"
-        )
-    return log_k - target_entropy
-
-
-def target_entropy_from_rho(rho: float, num_contrasts: int) -> float:
-    """Return H = log K − ρ in nats, the entropy of softmax(L/τ*) at an interior optimum τ*.
-
-    Args:
-        rho: ρ, in nats.
-        num_contrasts: K.
-
-    Raises:
-        ValueError: if ρ is infeasible, see :func:`check_rho`.
-    """
-    check_rho(rho, num_contrasts)
-    return math.log(num_contrasts) - rho
-
-
-def check_rho(rho: float, num_contrasts: int) -> None:
-    """Reject a ρ outside [0, log K).
-
-    At or above log K the constraint is never active, and every temperature would go to its lower bound.
-
-    Args:
-        rho: ρ, in nats.
-        num_contrasts: K.
-
-    Raises:
-        ValueError: if ρ is infeasible; the message names ρ, K, the allowed range and what to choose.
-    """
-    log_k = math.log(num_contrasts)
-    if not 0.0 <= rho < log_k:
-        raise ValueError(
-            f"rho = {rho:g} is outside [0, log K) = [0, {log_k:.4f}) for K = {num_contrasts} contrasts (for a language "
-            f"model, its effective vocabulary). rho asks for an entropy of log K − rho nats; choose rho below "
-            f"{log_k:.4f}, or give target_entropy in nats instead, near the cross-entropy that the model reaches in the "
-            f"middle of the run, for example target_entropy = {min(4.0, log_k / 2):.2f} "
-            f"(rho = {log_k - min(4.0, log_k / 2):.2f})"
-        )
-
-
 def robust_loss(logits: Tensor, targets: Tensor, tau: Tensor | float, rho: float) -> Tensor:
     """Return f(z, τ) = τ·(logsumexp(L/τ) − log K + ρ) − L₊ for every row; it is differentiable in the logits and in τ.
 

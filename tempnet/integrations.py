@@ -19,7 +19,8 @@ from tempnet.contrastive.unimodal import UnimodalLoss
 from tempnet.contrastive.world import World
 from tempnet.network import TempNet
 from tempnet.network_config import TempNetConfig
-from tempnet.softmax.reference import IGNORE_INDEX, TemperatureLossConfig, language_model_loss
+from tempnet.softmax.config import TemperatureLossConfig
+from tempnet.softmax.reference import IGNORE_INDEX, language_model_loss
 
 
 class TrainerLoss:

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tempnet.dro import check_rho
+from tempnet.rho import check_rho
 
 PublishedHead = Literal["llama2", "llama1", "gpt2"]
 # τ₀, τ_max and the input shift of the networks that the paper's authors trained. Their LLaMA-2 code passes logits

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tempnet.dro import at_least_float32, check_rho, log_num_contrasts, scaled_moments, shift_by_maximum
+from tempnet.dro import at_least_float32, log_num_contrasts, scaled_moments, shift_by_maximum
+from tempnet.rho import check_rho
 
 # Rows are solved in slices of about this many logits, which limits the solver's memory (in float32, 64 MiB per copy).
 _MAX_LOGITS_PER_SLICE = 1 << 24

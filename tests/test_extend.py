@@ -25,16 +25,18 @@ from tempnet.contrastive import config as contrastive
 from tempnet.contrastive.losses import ContrastiveLoss, ContrastiveLossConfig
 from tempnet.contrastive.state import SampleState
 from tempnet.oracle import optimal_temperature
+from tempnet.softmax import config as softmax_config
 from tempnet.softmax import reference
+from tempnet.softmax.config import TemperatureLossConfig
 from tempnet.softmax.linear import linear_language_model_loss
-from tempnet.softmax.reference import TemperatureLossConfig, language_model_loss
+from tempnet.softmax.reference import language_model_loss
 
 ROOT = Path(__file__).parents[1]
 
 
 def test_a_language_model_loss_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cross-entropy at the oracle's temperature, which no loss of the table is."""
-    monkeypatch.setitem(reference.LOSS_KINDS, "oracle_ce", reference.LossKind("oracle", "cross_entropy"))
+    monkeypatch.setitem(softmax_config.LOSS_KINDS, "oracle_ce", softmax_config.LossKind("oracle", "cross_entropy"))
     assert TemperatureSection(loss="oracle_ce", rho=1.0).has_free_tau
     config = TemperatureLossConfig(name="oracle_ce", rho=1.0)
 

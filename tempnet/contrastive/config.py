@@ -20,7 +20,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tempnet.dro import check_rho
+from tempnet.rho import check_rho
 
 
 @dataclass(frozen=True, slots=True)

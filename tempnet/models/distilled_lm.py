@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from tempnet.distillation import TeacherTemperature, distillation_loss
 from tempnet.models.causal_lm import CausalLMOutput, TemperatureCausalLM
-from tempnet.softmax.reference import TemperatureLossConfig
+from tempnet.softmax.config import TemperatureLossConfig
 
 
 class DistilledCausalLM(TemperatureCausalLM):

@@ -23,13 +23,14 @@ from torch import Tensor
 
 from tempnet.network import TempNet
 from tempnet.softmax.chunks import add_tokens_in_chunks
+from tempnet.softmax.config import TemperatureLossConfig
 from tempnet.softmax.fold import FoldCache
 from tempnet.softmax.fused import add_tokens_by_kernels, can_fuse
 from tempnet.softmax.gradients import allocate_gradients, finish_gradients
 from tempnet.softmax.objectives import TokenResults
 from tempnet.softmax.plan import ComputeOptions, LossInputs, LossPlan, OutputLayer
 from tempnet.softmax.planning import plan_loss
-from tempnet.softmax.reference import IGNORE_INDEX, TemperatureLossConfig
+from tempnet.softmax.reference import IGNORE_INDEX
 from tempnet.statistics import TokenValues
 
 

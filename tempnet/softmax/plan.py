@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tempnet.network import TempNet
+from tempnet.softmax.config import TemperatureLossConfig
 from tempnet.softmax.fold import FoldCache
-from tempnet.softmax.reference import TemperatureLossConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tempnet.dro import check_rho
 from tempnet.network import TempNet
+from tempnet.rho import check_rho
+from tempnet.softmax.config import TemperatureLossConfig
 from tempnet.softmax.fold import FoldCache, can_fold_network, fold_pays
 from tempnet.softmax.plan import ComputeOptions, LossPlan, OutputLayer, network_parameters
-from tempnet.softmax.reference import TemperatureLossConfig
 
 # Number of logits in a chunk (32 MiB in float32). With fewer, the output weight's gradient is read and written too
 # often; with more, the logits do not stay in the cache.

@@ -19,13 +19,14 @@ from torch import Tensor
 
 from tempnet.network import TempNet
 from tempnet.softmax.chunks import compute_logits, compute_softmax
+from tempnet.softmax.config import TemperatureLossConfig
 from tempnet.softmax.fold import FoldCache
 from tempnet.softmax.gradients import GradientSums, add_network_gradient, allocate_gradients, finish_gradients
 from tempnet.softmax.linear import LinearLoss
 from tempnet.softmax.objectives import SoftmaxTerms, TokenResults, evaluate_objective
 from tempnet.softmax.plan import ComputeOptions, LossInputs, LossPlan, OutputLayer
 from tempnet.softmax.planning import plan_loss
-from tempnet.softmax.reference import IGNORE_INDEX, TemperatureLossConfig
+from tempnet.softmax.reference import IGNORE_INDEX
 from tempnet.softmax.temperatures import (
     NetworkGraph,
     invert_norms,

@@ -14,7 +14,8 @@ from tempnet import distillation
 from tempnet.distillation import TeacherTemperature, distillation_loss, teacher_divergence
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.models.distilled_lm import DistilledCausalLM
-from tempnet.softmax.reference import IGNORE_INDEX, TemperatureLossConfig
+from tempnet.softmax.config import TemperatureLossConfig
+from tempnet.softmax.reference import IGNORE_INDEX
 
 V, D = 37, 5
 

@@ -13,14 +13,9 @@ from scipy.optimize import brentq, minimize_scalar
 
 from tempnet import TempNet, TempNetConfig
 from tempnet.calibration import CalibrationError, Share, calibrate_rho, share_of_range, tau_max_for_mean
-from tempnet.dro import (
-    check_rho,
-    rho_from_target_entropy,
-    robust_loss,
-    target_entropy_from_rho,
-    temperature_derivatives,
-)
+from tempnet.dro import robust_loss, temperature_derivatives
 from tempnet.oracle import best_constant_temperature, optimal_temperature, temperature_curve
+from tempnet.rho import check_rho, rho_from_target_entropy, target_entropy_from_rho
 
 TAU_MIN, TAU_MAX = 0.001, 2.0
 

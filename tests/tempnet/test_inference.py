@@ -21,7 +21,7 @@ from tempnet.inference import CachedFold, TemperatureLogitsProcessor, attach, ca
 from tempnet.loading import load_causal_lm
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.models.output_head import find_output_head, output_weight
-from tempnet.softmax.reference import TemperatureLossConfig
+from tempnet.softmax.config import TemperatureLossConfig
 from tests.tempnet.tiny_language_models import PROMPTS, VOCABULARY, left_padded, make_base, make_composite, make_tempnet
 
 ARCHITECTURES = ["gpt2", "gpt_neox", "llama"]

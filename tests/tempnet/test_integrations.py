@@ -24,7 +24,7 @@ from tempnet import TempNet, TempNetConfig
 from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.integrations import ClipLoss, SentencePairLoss, TrainerLoss
 from tempnet.loading import load_tempnet
-from tempnet.softmax.reference import TemperatureLossConfig
+from tempnet.softmax.config import TemperatureLossConfig
 
 VOCABULARY, DIM = 37, 16
 

@@ -23,7 +23,8 @@ from tempnet.decoders.temperatures import ConstantTemperature, PredictedTemperat
 from tempnet.decoders.truncation import TopP
 from tempnet.network import TempNet
 from tempnet.network_config import TempNetConfig
-from tempnet.softmax.reference import TemperatureLossConfig, language_model_loss
+from tempnet.softmax.config import TemperatureLossConfig
+from tempnet.softmax.reference import language_model_loss
 
 ROBUST, PROPER, AUTODECO = "TempNet, robust loss", "TempNet, proper score", "AutoDeco"
 SCALES = (0.1, 0.15, 0.25, 0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 2.0, 3.0)

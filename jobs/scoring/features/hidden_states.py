@@ -31,7 +31,7 @@ from pipelines.text.tokenization import load_tokenizer
 from tempnet.devices import input_device, move_base
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.models.stored_base import HEAD_FILE, save_head
-from tempnet.softmax.reference import TemperatureLossConfig
+from tempnet.softmax.config import TemperatureLossConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from pipelines.text.tokenization import load_tokenizer
 from tempnet.calibration import Calibration, calibrate_rho
 from tempnet.devices import input_device, move_base
 from tempnet.models.causal_lm import TemperatureCausalLM
-from tempnet.softmax.reference import TemperatureLossConfig
+from tempnet.softmax.config import TemperatureLossConfig
 
 CALIBRATION_FILE = "calibration.json"
 

@@ -14,7 +14,7 @@ from jobs.tasks.language_model.distillation import DISTIL, DistillationSection
 from jobs.tasks.language_model.model_section import ModelSection
 from jobs.tasks.text.config import TextSection
 from tempnet.network_config import TempNetConfig, TempNetOptions
-from tempnet.softmax.reference import LOSS_KINDS, LossKind
+from tempnet.softmax.config import LOSS_KINDS, LossKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

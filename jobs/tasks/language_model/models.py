@@ -20,7 +20,6 @@ from pipelines.local_copy import local_copy
 from pipelines.sources import checked_copy
 from pipelines.text.tokenization import document_start_id, load_tokenizer, tokenizer_digest
 from tempnet.base_model import find_base, load_base, read_config
-from tempnet.dro import rho_from_target_entropy
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.models.compiled import compile_blocks
 from tempnet.models.distilled_lm import DistilledCausalLM
@@ -28,7 +27,8 @@ from tempnet.models.packing import takes_document_mask
 from tempnet.models.stored_base import StoredBase
 from tempnet.network import TempNet
 from tempnet.precisions import hold_constant, loading_options
-from tempnet.softmax.reference import TemperatureLossConfig
+from tempnet.rho import rho_from_target_entropy
+from tempnet.softmax.config import TemperatureLossConfig
 from tempnet.weights import WeightFiles, check_weight_files
 
 # The vocabulary of a random base model is padded to a multiple of this, for speed (GPT-2: 50257 → 50304).

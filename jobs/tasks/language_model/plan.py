@@ -33,8 +33,8 @@ from pipelines.stream import READ_CPUS
 from pipelines.text.manifest import Manifest
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.base_model import BASE_FILE
-from tempnet.dro import check_rho
 from tempnet.network import TempNet
+from tempnet.rho import check_rho
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from tempnet.dro import robust_loss
 from tempnet.models.stored_base import to_bfloat16
 from tempnet.oracle import SharedOracle
 from tempnet.rivals import compare_with_constants, find_best_constant
-from tempnet.softmax.reference import TemperatureLossConfig
+from tempnet.softmax.config import TemperatureLossConfig
 from tempnet.statistics import TemperatureStatistics, spearman
 
 if TYPE_CHECKING:  # jobs that only prepare batches do not need DeepSpeed

@@ -15,7 +15,7 @@ from jobs.tasks.language_model.flops import flops_per_token
 from jobs.tasks.presets.language_models import PRESETS
 from tempnet import TempNet, TempNetConfig
 from tempnet.models.causal_lm import TemperatureCausalLM
-from tempnet.softmax.reference import TemperatureLossConfig
+from tempnet.softmax.config import TemperatureLossConfig
 
 
 @pytest.mark.parametrize("freeze", [False, True])

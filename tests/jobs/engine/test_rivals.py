@@ -16,7 +16,7 @@ from jobs.tasks.language_model.validation import rivals as token_rivals
 from jobs.tasks.sentence_encoder.validation import rivals as span_rivals
 from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.oracle import optimal_temperature
-from tempnet.softmax.reference import TemperatureLossConfig
+from tempnet.softmax.config import TemperatureLossConfig
 
 BOTH = "beats both constants"
 NEITHER = "does not beat the best constant τ nor MeanShift"

@@ -25,8 +25,8 @@ from jobs.tasks.language_model.config import TemperatureSection
 from jobs.tasks.language_model.task import LanguageModelTask
 from jobs.tasks.presets.clip import PRESETS as CLIP_PRESETS
 from jobs.tasks.presets.language_models import PRESETS
+from tempnet.softmax.config import TemperatureLossConfig
 from tempnet.softmax.fold import FoldCache
-from tempnet.softmax.reference import TemperatureLossConfig
 
 
 def test_the_learning_rate_warms_up_and_decays() -> None:

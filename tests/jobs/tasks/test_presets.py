@@ -24,7 +24,7 @@ from jobs.tasks.presets import classifiers, clip, language_models, sentences
 from jobs.tasks.sentence_encoder.models import build_encoder
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.contrastive.config import LOSS_KINDS, check_negatives
-from tempnet.dro import check_rho
+from tempnet.rho import check_rho
 
 RUNS: dict[str, Callable[[], Any]] = {**language_models.PRESETS, **clip.PRESETS, **sentences.PRESETS}
 PRESETS: dict[str, Callable[[], Any]] = {**RUNS, **classifiers.PRESETS, **sweeps.PRESETS}

@@ -24,7 +24,7 @@ from tempnet.dro import robust_loss
 from tempnet.intervals import mean_interval
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.models.temperature_sentence_encoder import SpanOutput
-from tempnet.softmax.reference import TemperatureLossConfig
+from tempnet.softmax.config import TemperatureLossConfig
 
 LOSS = TemperatureLossConfig(name="dro", rho=1.5)
 VOCABULARY, NUM_BLOCKS, LENGTH = 61, 8, 12

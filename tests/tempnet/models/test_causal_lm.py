@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from tempnet import TempNet, TempNetConfig
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.models.packing import takes_document_mask
-from tempnet.softmax.reference import TemperatureLossConfig
+from tempnet.softmax.config import TemperatureLossConfig
 from tests.tempnet.tiny_language_models import make_composite
 
 VOCABULARY = 61

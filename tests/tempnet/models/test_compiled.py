@@ -13,7 +13,7 @@ from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.models.compiled import compile_blocks
 from tempnet.network import TempNet
 from tempnet.network_config import TempNetConfig
-from tempnet.softmax.reference import TemperatureLossConfig
+from tempnet.softmax.config import TemperatureLossConfig
 
 VOCABULARY, LENGTH, NUM_STEPS, NUM_LAYERS = 64, 16, 20, 3
 CONFIGS: dict[str, PretrainedConfig] = {

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from tempnet import TempNet, TempNetConfig
 from tempnet.softmax import linear
+from tempnet.softmax.config import TemperatureLossConfig
 from tempnet.softmax.fused import can_fuse
 from tempnet.softmax.kernels import SoftmaxStatistics, softmax_gradients, softmax_statistics
 from tempnet.softmax.launch import Tile, is_available
-from tempnet.softmax.reference import IGNORE_INDEX, TemperatureLossConfig
+from tempnet.softmax.reference import IGNORE_INDEX
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 # Small enough that the shapes below have several tiles in every direction.

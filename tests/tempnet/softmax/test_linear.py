@@ -20,16 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tempnet import TempNet, TempNetConfig
 from tempnet.inference import CachedFold
+from tempnet.softmax.config import LOSS_KINDS, TemperatureLossConfig
 from tempnet.softmax.fold import FoldCache, fold_pays
 from tempnet.softmax.linear import LinearLoss, linear_language_model_loss
-from tempnet.softmax.reference import (
-    IGNORE_INDEX,
-    LOSS_KINDS,
-    TemperatureLossConfig,
-    language_model_loss,
-    token_losses,
-    token_slopes,
-)
+from tempnet.softmax.reference import IGNORE_INDEX, language_model_loss, token_losses, token_slopes
 from tempnet.softmax.side_by_side import Member, side_by_side_losses
 from tempnet.statistics import TokenValues
 

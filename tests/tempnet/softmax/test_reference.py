@@ -8,14 +8,8 @@ import pytest
 import torch
 
 from tempnet import TempNet, TempNetConfig, optimal_temperature
-from tempnet.softmax.reference import (
-    IGNORE_INDEX,
-    LOSS_KINDS,
-    TemperatureLossConfig,
-    language_model_loss,
-    token_losses,
-    token_slopes,
-)
+from tempnet.softmax.config import LOSS_KINDS, TemperatureLossConfig
+from tempnet.softmax.reference import IGNORE_INDEX, language_model_loss, token_losses, token_slopes
 
 VOCABULARY, NUM_TOKENS, RHO = 50, 24, 1.2
 
