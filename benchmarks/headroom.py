@@ -34,7 +34,7 @@ from benchmarks.miscalibrated import WORLDS
 from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.headroom.report import milli
 from jobs.scoring.headroom.texts import Measurer, resolve_settings
-from jobs.scoring.texts import token_arrays, tokenise
+from jobs.scoring.text_parts import token_arrays, tokenise
 from pipelines.archives import list_archives
 from pipelines.text.reading import readable_documents
 from pipelines.text.tokenization import load_tokenizer

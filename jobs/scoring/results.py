@@ -10,17 +10,18 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import pyarrow.fs
 
+from jobs.engine.config import TrackingSection
 from jobs.engine.identity import flatten
 from jobs.engine.masking import masked
 from jobs.engine.tables import markdown_table
 from jobs.engine.tracking import TrackedRun, finish_run, open_run, survive_outage
 from jobs.scoring.config import EvaluationConfig
 from jobs.scoring.models import ModelSpec
-from jobs.scoring.units import ScoringFailedError
+from jobs.scoring.units import ScoringFailedError, settings_digest
 from pipelines.storage import resolve
 
 
@@ -205,3 +206,77 @@ def publish_evaluation(
     if failed:
         raise ScoringFailedError(failed, table)
     return Results(columns=columns, table=table)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """The figures of an analysis, and how they are shown."""
+
+    title: str
+    """Name of the analysis, for the picture and MLflow."""
+    values: Mapping[str, Any]
+    """All figures, in the form of JSON."""
+    table: str
+    """The figures as a Markdown table."""
+    conclusion: str
+    """One line that says what they mean."""
+    picture: str
+    """Name of the file of the picture."""
+    plot: Callable[[Path], None]
+    """Draws the picture into a file."""
+    metrics: Mapping[str, float]
+    """Metrics of the run in MLflow."""
+    settings: dict[str, Any]
+    """What the figures depend on; together with the place of the results it identifies the run in MLflow."""
+    source: str
+    """Path or URI of the data, as MLflow shows it."""
+
+
+class Analysis(Protocol):
+    """What the configuration of an analysis says of its results."""
+
+    @property
+    def output(self) -> str:
+        """Directory or URI of the results."""
+
+    @property
+    def tracking(self) -> TrackingSection:
+        """How they are logged."""
+
+
+def publish_findings(config: Analysis, findings: Findings, *, uri: str) -> None:
+    """Publish the figures, the table and the picture of an analysis, and print the table and the conclusion.
+
+    Args:
+        config: configuration of the analysis.
+        findings: what was found.
+        uri: URI of the MLflow store; empty: nothing is logged.
+    """
+    values = {**findings.values, "title": findings.title, "settings": findings.settings}
+    output, digest = absolute_output(config), settings_digest(findings.settings)
+
+    def write(local: Path) -> None:
+        (local / "results.json").write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+        (local / "results.md").write_text(findings.table + "\n")
+        findings.plot(local / findings.picture)
+
+    publish(
+        output,
+        write,
+        uri=uri,
+        experiment=config.tracking.experiment,
+        run=ResultRun(
+            name=findings.title,
+            digest=digest,
+            parameters=flatten(config),
+            metrics=findings.metrics,
+            note=findings.table,
+            data_sets={"evaluation": ("data", digest, findings.source)},
+        ),
+    )
+    print(f"\n{findings.table}\n\n{findings.conclusion}\n{output}/results.json, results.md and {findings.picture}")
+
+
+def absolute_output(config: Analysis) -> str:
+    """Return the absolute path or the URI of the results."""
+    return config.output if "://" in config.output else resolve(config.output)[1]

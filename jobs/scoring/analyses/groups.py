@@ -17,12 +17,12 @@ import torch
 from jobs.engine.tables import markdown_table
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.analyses.config import TextAnalysis
-from jobs.scoring.analyses.findings import Findings, absolute_output, publish
 from jobs.scoring.analyses.records import Records
+from jobs.scoring.results import Findings, absolute_output, publish_findings
 from jobs.scoring.temperatures.config import PredictTemperaturesConfig
 from jobs.scoring.temperatures.text_job import predict_archives
 from jobs.scoring.temperatures.texts import PredictionSettings, model_settings
-from jobs.scoring.texts import list_sources
+from jobs.scoring.text_sources import list_sources
 from jobs.scoring.units import UnitStore, settings_digest
 from pipelines.storage import join, resolve, write_bytes
 from tempnet.intervals import mean_interval, spearman_interval
@@ -77,7 +77,7 @@ def analyse(config: TextAnalysis, records: Records, title: str) -> dict[str, Any
         settings=record,
         source=config.data,
     )
-    publish(config, findings, output=output, uri=uri)
+    publish_findings(config, findings, uri=uri)
     return values
 
 

@@ -14,7 +14,7 @@ from jobs.engine.tables import markdown_table
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.analyses.config import Noise
 from jobs.scoring.analyses.curves import show
-from jobs.scoring.analyses.findings import Findings, absolute_output, publish
+from jobs.scoring.results import Findings, absolute_output, publish_findings
 from jobs.scoring.temperatures.config import PredictPairTemperaturesConfig
 from jobs.scoring.temperatures.pages import MODALITIES, match_numbers
 from jobs.scoring.temperatures.pairs import PairPredictionSettings, predict_pairs, resolve_settings
@@ -72,7 +72,7 @@ def analyse_noise(config: Noise) -> dict[str, Any]:
         settings={"analysis": _TITLE, "label": config.label, **settings.record()},
         source=config.images,
     )
-    publish(config, findings, output=output, uri=uri)
+    publish_findings(config, findings, uri=uri)
     return values
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.analyses.config import Openness
 from jobs.scoring.analyses.curves import Curves, average, collect, show
-from jobs.scoring.analyses.findings import Findings, absolute_output, publish
+from jobs.scoring.results import Findings, publish_findings
 from pipelines.storage import join, read_json
 
 _FIGURES = {
@@ -51,7 +51,7 @@ def analyse_openness(config: Openness) -> Curves:
         settings={"analysis": _TITLE, "runs": {run: outcome["mlflow_run_id"] for run, outcome in outcomes.items()}},
         source=config.runs[0],
     )
-    publish(config, findings, output=absolute_output(config), uri=uri)
+    publish_findings(config, findings, uri=uri)
     return curves
 
 

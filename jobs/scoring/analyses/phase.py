@@ -11,7 +11,7 @@ from pyarrow.fs import FileSelector, FileType
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.analyses.config import Phase
 from jobs.scoring.analyses.curves import Curves, collect, show
-from jobs.scoring.analyses.findings import Findings, absolute_output, publish
+from jobs.scoring.results import Findings, absolute_output, publish_findings
 from jobs.scoring.temperatures.config import PredictPairTemperaturesConfig
 from jobs.scoring.temperatures.pages import MODALITIES, correlate, labelled_temperatures
 from jobs.scoring.temperatures.pairs import PairPredictionSettings, predict_pairs, resolve_settings
@@ -65,7 +65,7 @@ def analyse_phase(config: Phase) -> Curves:
         settings={"analysis": title, **{name: of_trial.record() for name, of_trial in settings.items()}},
         source=config.images,
     )
-    publish(config, findings, output=output, uri=uri)
+    publish_findings(config, findings, uri=uri)
     return curves
 
 

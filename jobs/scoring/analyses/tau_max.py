@@ -8,10 +8,10 @@ from jobs.engine.config import TrackingSection
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.analyses.config import TauMax
 from jobs.scoring.analyses.curves import Curves, average, collect, show
-from jobs.scoring.analyses.findings import Findings, absolute_output, publish
 from jobs.scoring.language_models.config import EvaluateConfig
 from jobs.scoring.language_models.evaluate import evaluate
 from jobs.scoring.language_models.temperatures import Temperature
+from jobs.scoring.results import Findings, absolute_output, publish_findings
 from tempnet.intervals import mean_interval
 
 _FIGURES = {"wikitext/word_perplexity": "word perplexity", "wikitext/tau_mean": "mean τ"}
@@ -67,5 +67,5 @@ def analyse_tau_max(config: TauMax) -> Curves:
         },
         source=config.wikitext,
     )
-    publish(config, findings, output=output, uri=uri)
+    publish_findings(config, findings, uri=uri)
     return curves

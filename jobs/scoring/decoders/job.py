@@ -15,14 +15,14 @@ from jobs.engine.fields import absolute_path
 from jobs.engine.fingerprints import model_digest
 from jobs.engine.identity import flatten
 from jobs.engine.tracking import resolve_uri
-from jobs.scoring.analyses.findings import Findings, absolute_output, publish
 from jobs.scoring.decoders.config import Decoders
 from jobs.scoring.decoders.model import SampledText
 from jobs.scoring.decoders.report import conclusion, figures, plot, table
 from jobs.scoring.decoders.worker import BenchSettings, BenchUnit, BenchWorker, run_bench
 from jobs.scoring.generation.formats import FORMATS, Prompt, read_prompts
 from jobs.scoring.models import model_labels
-from jobs.scoring.texts import list_sources
+from jobs.scoring.results import Findings, publish_findings
+from jobs.scoring.text_sources import list_sources
 from jobs.scoring.units import Work, map_units
 from jobs.tasks.base import naming_field
 from jobs.tasks.language_model.training_text import warn_of_known_text
@@ -67,7 +67,7 @@ def compare_decoders(config: Decoders) -> dict[str, Any]:
         settings=_record(config, settings),
         source=config.text,
     )
-    publish(config, findings, output=absolute_output(config), uri=uri)
+    publish_findings(config, findings, uri=uri)
     return values
 
 

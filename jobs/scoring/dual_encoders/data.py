@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,10 +14,13 @@ from jobs.engine.cluster import start_ray
 from jobs.engine.named_values import named_values
 from jobs.scoring.dual_encoders.config import EvaluateClipConfig
 from jobs.scoring.dual_encoders.embeddings import Embeddings
+from jobs.scoring.dual_encoders.encoder import DualEncoderSpec
 from jobs.scoring.dual_encoders.images import ClassFolders, FolderImages, ImageSet, PairImages
 from jobs.scoring.dual_encoders.prompts import prompts, read_class_names, read_templates
+from pipelines.archives import resolve_source
 from pipelines.images.prepare import PrepareImagesConfig, check_source, prepare_images
 from pipelines.problems import check_problems
+from pipelines.storage import relative
 from tempnet.contrastive.retrieval import recall
 from tempnet.contrastive.zero_shot import accuracy, class_embeddings
 
@@ -166,3 +169,30 @@ class _Reading:
     num_records: int
     problems: dict[str, int]
     examples: Sequence[str] = field(default=())
+
+
+def model_record(model: DualEncoderSpec) -> dict[str, Any]:
+    """Returns the digest of a dual encoder and the sizes of what it reads, without its location."""
+    return {f"model.{name}": getattr(model, name) for name in ("digest", "image_size", "num_text_tokens")}
+
+
+def pairs_record(images: PrepareImagesConfig) -> dict[str, Any]:
+    """Returns the archives of a source of pairs and their captions, without locations and the tolerated problems.
+
+    The contents of archives are identified by their sizes; an archive that changes while it is read is detected by
+    checksums.
+
+    Raises:
+        FileNotFoundError, ValueError: if the images or captions are missing or not understood.
+    """
+    archives, captions = check_source(images)
+    root = resolve_source(images.source)[1]
+    return {
+        "num_captioned_images": None if captions is None else len(captions.captions),
+        "splits": list(images.splits),
+        **({} if images.key_dot == "first" else {"key_dot": images.key_dot}),
+        **{
+            f"archive {relative(archive.path, root)} (bytes)": [archive.num_bytes, len(archive.files)]
+            for archive in archives
+        },
+    }

@@ -16,11 +16,9 @@ import torch
 from jobs.engine.fields import absolute_path
 from jobs.scoring.models import ModelSpec
 from jobs.tasks.base import naming_field
-from pipelines.archives import resolve_source
 from pipelines.images.captions import CaptionEncoder
-from pipelines.images.prepare import PrepareImagesConfig, check_source
 from pipelines.local_copy import is_directory, local_copy
-from pipelines.storage import join, relative
+from pipelines.storage import join
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.fingerprints import files_digest
 from tempnet.models.dual_encoder import DualEncoder
@@ -126,30 +124,3 @@ def caption_encoder(spec: DualEncoderSpec, *, field: str = "models") -> CaptionE
             f"{field}: the tokenizer in {spec.tokenizer!r} has {len(tokenizer)} tokens, the model {spec.vocab_size}"
         )
     return CaptionEncoder(tokenizer=tokenizer, num_text_tokens=spec.num_text_tokens)
-
-
-def model_record(model: DualEncoderSpec) -> dict[str, Any]:
-    """Returns the digest of a dual encoder and the sizes of what it reads, without its location."""
-    return {f"model.{name}": getattr(model, name) for name in ("digest", "image_size", "num_text_tokens")}
-
-
-def pairs_record(images: PrepareImagesConfig) -> dict[str, Any]:
-    """Returns the archives of a source of pairs and their captions, without locations and the tolerated problems.
-
-    The contents of archives are identified by their sizes; an archive that changes while it is read is detected by
-    checksums.
-
-    Raises:
-        FileNotFoundError, ValueError: if the images or captions are missing or not understood.
-    """
-    archives, captions = check_source(images)
-    root = resolve_source(images.source)[1]
-    return {
-        "num_captioned_images": None if captions is None else len(captions.captions),
-        "splits": list(images.splits),
-        **({} if images.key_dot == "first" else {"key_dot": images.key_dot}),
-        **{
-            f"archive {relative(archive.path, root)} (bytes)": [archive.num_bytes, len(archive.files)]
-            for archive in archives
-        },
-    }

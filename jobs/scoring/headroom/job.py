@@ -9,19 +9,20 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 
 from jobs.engine.cluster import start_ray
-from jobs.engine.export import open_export
 from jobs.engine.identity import flatten
-from jobs.engine.tracking import finish_run, open_run, resolve_uri, survive_outage
+from jobs.engine.tracking import resolve_uri
 from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.headroom.questions import Measurement, Question
 from jobs.scoring.headroom.report import figures, metrics, plot, summary
 from jobs.scoring.headroom.tables import count_documents, read_measured
+from jobs.scoring.results import ResultRun, publish
 from jobs.scoring.units import UnitStore, settings_digest
 from pipelines.storage import resolve
 from tempnet.headroom.run import HeadroomTest, run_headroom_test
@@ -54,23 +55,26 @@ def measure_headroom(config: Headroom) -> dict[str, Any]:
         values |= {question.name: part} if question.name else part
     values |= {"folds": config.folds, **measurement.facts(), "settings": record}
     said = "\n\n".join(summary(question, part) for question, part in zip(questions, found, strict=True))
-    with open_export(output) as directory:
+    digest = settings_digest(record)
+
+    def write(directory: Path) -> None:
         (directory / RESULTS_FILE).write_text(json.dumps(_finite(values), indent=1, ensure_ascii=False) + "\n")
         plot(list(zip(questions, tests, found, strict=True)), directory / DIAGRAM_FILE)
-        if uri:
-            with survive_outage("the headroom test"):
-                digest = settings_digest(record)
-                logged = {name: value for pair in zip(questions, found, strict=True) for name, value in metrics(*pair)}
-                tracked = open_run(
-                    uri=uri,
-                    experiment=config.tracking.experiment,
-                    name="headroom",
-                    directory=f"{output}#{digest}",
-                    parameters=flatten(config),
-                    tags={},
-                    data_sets={"evaluation": (measurement.kind, digest, measurement.source)},
-                )
-                finish_run(tracked, status="FINISHED", artifacts=directory, metrics=logged, note=said)
+
+    publish(
+        output,
+        write,
+        uri=uri,
+        experiment=config.tracking.experiment,
+        run=ResultRun(
+            name="headroom",
+            digest=digest,
+            parameters=flatten(config),
+            metrics={name: value for pair in zip(questions, found, strict=True) for name, value in metrics(*pair)},
+            note=said,
+            data_sets={"evaluation": (measurement.kind, digest, measurement.source)},
+        ),
+    )
     if measurement.warning:
         print(f"\n{measurement.warning}")
     print(

@@ -17,6 +17,7 @@ import numpy as np
 
 from jobs.engine.cluster import start_ray
 from jobs.engine.fields import absolute_path
+from jobs.scoring.dual_encoders.data import model_record, pairs_record
 from jobs.scoring.dual_encoders.embeddings import (
     EncodingUnit,
     embedding_store,
@@ -25,7 +26,7 @@ from jobs.scoring.dual_encoders.embeddings import (
     read_embeddings,
     text_units,
 )
-from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, caption_encoder, model_record, pairs_record
+from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, caption_encoder
 from jobs.scoring.dual_encoders.images import PairImages
 from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.headroom.galleries import (

@@ -25,18 +25,8 @@ from jobs.engine.fingerprints import model_digest
 from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.headroom.questions import Question
 from jobs.scoring.headroom.tables import measured_table
-from jobs.scoring.texts import (
-    Part,
-    ReadingWindow,
-    archive_sizes,
-    batches,
-    choose_windows,
-    list_sources,
-    map_archives,
-    part_files,
-    token_arrays,
-    windows_of,
-)
+from jobs.scoring.text_parts import Part, map_archives, part_files, token_arrays
+from jobs.scoring.text_sources import ReadingWindow, archive_sizes, batches, choose_windows, list_sources, windows_of
 from jobs.scoring.units import Finished, to_parquet
 from jobs.tasks.base import naming_field
 from jobs.tasks.language_model.training_text import warn_of_known_text

@@ -1,7 +1,11 @@
-"""The code of the logged model, which MLflow copies and runs ("models from code"), so that nothing is pickled."""
+"""The code of the logged model, which MLflow copies and runs ("models from code"), so that nothing is pickled.
+
+All else comes from the installed package `tempnet`: from its wheel or from a checkout.
+"""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,10 @@ import pandas as pd
 from mlflow.models import set_model
 from mlflow.pyfunc import PythonModel, PythonModelContext
 
+from tempnet.command import jobs_directory
+
+if (place := str(jobs_directory())) not in sys.path:
+    sys.path.append(place)
 from jobs.scoring.mlflow_models.predictors import TextPredictor, predictor_kind
 
 

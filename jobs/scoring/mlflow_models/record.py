@@ -34,20 +34,8 @@ from tempnet.network import PAIRED_DIRECTORY
 CHECKPOINT, TEMPNET = "checkpoint", "tempnet"
 """Model types, by which MLflow's list of models can be filtered."""
 
-_ROOT = Path(__file__).parents[3]
-_CODE = [str(_ROOT / room) for room in ("jobs", "pipelines", "tempnet")]
-_PACKAGES = (
-    "mlflow",
-    "numpy",
-    "pandas",
-    "pyarrow",
-    "scipy",
-    "tokenizers",
-    "torch",
-    "transformers",
-    "tyro",
-    "zstandard",
-)
+# The wheel holds the code of the predictions; what else decides them, besides what its extra pins.
+_PACKAGES = ("mlflow", "tokenizers", "torch", "transformers")
 
 
 def record_checkpoints(run: TrackedRun, directory: str) -> None:
@@ -101,7 +89,7 @@ def record_export(run: TrackedRun, export: str, *, step: int, max_gib: float) ->
 
 
 def _save(model: Model, export: Path, to: Path) -> None:
-    """Write the model: the export, this checkout's code that reads it, a signature and an input example."""
+    """Write the model: the export, a signature and an input example; the installed `tempnet` has the code."""
     kind = predictor_kind(export)
     assert kind is not None
     # These are only noise at the end of a run: a progress bar for every copy, and a log line for every check.
@@ -112,8 +100,10 @@ def _save(model: Model, export: Path, to: Path) -> None:
         mlflow_model=model,
         python_model=Path(__file__).with_name("model_code.py"),
         artifacts={"export": str(export)},
-        code_paths=_CODE,
-        pip_requirements=[f"{name}=={version(name)}" for name in _PACKAGES],
+        pip_requirements=[
+            f"tempnet[pipeline]=={version('tempnet')}",
+            *(f"{name}=={version(name)}" for name in _PACKAGES),
+        ],
         signature=ModelSignature(inputs=INPUTS, outputs=kind.outputs),
         input_example=pd.DataFrame({"text": EXAMPLES}),
     )

@@ -24,7 +24,8 @@ from jobs.engine.cluster import start_ray
 from jobs.engine.fields import absolute_path
 from jobs.engine.fingerprints import tempnet_digest
 from jobs.scoring.config import PoolSection
-from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, Encoder, caption_encoder, model_record, pairs_record
+from jobs.scoring.dual_encoders.data import model_record, pairs_record
+from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, Encoder, caption_encoder
 from jobs.scoring.models import model_labels
 from jobs.scoring.temperatures.config import SUMMARY_FILE, PredictPairTemperaturesConfig
 from jobs.scoring.units import Finished, UnitStore, Work, check_pool, map_units, part_file, to_parquet

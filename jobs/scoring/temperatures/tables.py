@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import torch
 
 from jobs.scoring.temperatures.texts import PredictionSettings
-from jobs.scoring.texts import token_arrays
+from jobs.scoring.text_parts import token_arrays
 from jobs.scoring.units import to_parquet
 from pipelines.storage import resolve
 from tempnet.statistics import histogram_quantile, spearman

@@ -18,7 +18,7 @@ from jobs.scoring.config import LanguageModelPool
 from jobs.scoring.temperatures.config import SUMMARY_FILE
 from jobs.scoring.temperatures.tables import Totals, document_table, encode_table, read_totals
 from jobs.scoring.temperatures.texts import PredictionSettings, Predictor
-from jobs.scoring.texts import Part, ReadArchive, map_archives, part_files, token_arrays, tokenise
+from jobs.scoring.text_parts import Part, ReadArchive, map_archives, part_files, token_arrays, tokenise
 from jobs.scoring.units import Finished, settings_digest
 from jobs.tasks.language_model.report import ColouredText
 from pipelines.archives import Archive

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from jobs.engine.fields import absolute_path
 from jobs.engine.fingerprints import model_digest, tempnet_digest
 from jobs.scoring.temperatures.config import PredictTemperaturesConfig
-from jobs.scoring.texts import ReadingWindow, archive_sizes, batches, choose_windows, list_sources, windows_of
+from jobs.scoring.text_sources import ReadingWindow, archive_sizes, batches, choose_windows, list_sources, windows_of
 from jobs.tasks.base import naming_field
 from pipelines.archives import Archive
 from pipelines.local_copy import local_copy

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
+import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import mlflow
@@ -27,6 +32,12 @@ from tempnet.models.sentence_encoder import SentenceEncoder
 from tempnet.network import PAIRED_DIRECTORY, TempNet
 from tempnet.network_config import TempNetConfig
 
+ELSEWHERE = """
+import json, sys
+import mlflow, pandas as pd
+found = mlflow.pyfunc.load_model(sys.argv[1]).predict(pd.DataFrame({"text": json.loads(sys.argv[2])}))
+print(json.dumps(found["token_tau"].tolist()))
+"""
 TEXTS = ["a red circle", "two blue squares left of a green one"]
 
 
@@ -95,14 +106,21 @@ def test_an_export_is_a_model_that_predicts_what_the_predictor_does(run: Tracked
         record_export(run, str(export), step=10, max_gib=1.0)
     (logged,) = models(run).values()
     assert (logged.name, logged.model_type, logged.status.value) == ("tempnet", "tempnet", "READY")
-    assert not list(Path(logged.artifact_location).rglob("*.pkl"))
     (base, network), tokenizer = load_causal_lm(export), load_tokenizer(str(export))
-    shutil.rmtree(export)  # The logged model holds all that it needs.
+    shutil.rmtree(export)  # The logged model holds all weights that it needs, and no code but what names the class.
+    place = Path(logged.artifact_location.removeprefix("file://"))
+    assert not list(place.rglob("*.pkl"))
+    assert [file.name for file in place.rglob("*.py")] == ["model_code.py"]
+    assert f"tempnet[pipeline]=={version('tempnet')}" in (place / "requirements.txt").read_text().split()
     loaded = mlflow.pyfunc.load_model(logged.artifact_location)
     assert loaded.metadata.signature.inputs.input_names() == ["text"]
     assert loaded.metadata.signature.outputs.input_names() == ["tau", "tokens", "token_tau"]
     texts = [*some_texts(3, seed=1), ""]
     found = loaded.predict(pd.DataFrame({"text": texts}))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, "-W", "ignore", "-c", ELSEWHERE, logged.artifact_location, json.dumps(texts)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == [row.tolist() for row in found["token_tau"].map(np.array)]
     for text, (tau, tokens, token_tau) in zip(texts, found.itertuples(index=False), strict=True):
         assert "".join(tokens) == text
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
