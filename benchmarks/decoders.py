@@ -38,7 +38,7 @@ from jobs.scoring.reward.plan import make_plan
 from jobs.scoring.reward.rollouts import RolloutWorker
 from jobs.scoring.reward.trainer import RewardTrainer
 from jobs.scoring.verifiers.verifier import VerifierSection
-from tempnet.decoders.texts import mean_interval
+from tempnet.decoders.measures import mean_interval
 
 Reward = Literal["each", "distinct"]
 REWARDS: tuple[Reward, ...] = ("each", "distinct")

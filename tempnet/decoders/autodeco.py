@@ -28,8 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tempnet.decoders.rule import Rule, entropy, keep_only, temper
-from tempnet.decoders.truncation import nucleus
+from tempnet.decoders.rules import Rule, entropy, keep_only, nucleus, temper
 
 STEEPNESS = 30.0
 """α."""

@@ -19,17 +19,34 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
+from transformers import (
+    EpsilonLogitsWarper,
+    LogitsProcessor,
+    MinPLogitsWarper,
+    TopHLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from jobs.scoring.decoders.learned import ROBUST, control_rules, learned_rules, train_networks
 from jobs.scoring.decoders.model import FrozenModel, MeasuredText, SampledText
 from jobs.scoring.decoders.quality import PromptFigures, measure_prompts, text_loss
 from tempnet.decoders.autodeco import AutoDecoHeads
-from tempnet.decoders.likelihood import LikelihoodSums, score_tokens
-from tempnet.decoders.rule import Rule, teacher_forced
-from tempnet.decoders.temperatures import ConstantTemperature, EntropyRange, EntropyTemperature
-from tempnet.decoders.truncation import MinP, Mirostat, TopNSigma, TopP
+from tempnet.decoders.measures import LikelihoodSums, score_tokens
+from tempnet.decoders.rules import (
+    ConstantTemperature,
+    EntropyRange,
+    EntropyTemperature,
+    Mirostat,
+    Rule,
+    TopNSigma,
+    Warped,
+    teacher_forced,
+)
 from tempnet.network import TempNet
 
 ONE, CONSTANT = "τ = 1", "best constant τ"
@@ -58,11 +75,22 @@ def published_rules() -> dict[str, list[Rule]]:
             for middle, spread in ranges
             for exponent in (0.5, 1.0, 2.0, 4.0)
         ],
-        "min-p": [MinP(ratio, tau) for tau in taus for ratio in (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)],
-        "top-p": [TopP(share, tau) for tau in (0.7, 1.0, 1.5) for share in (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98)],
+        "min-p": warped("min-p", MinPLogitsWarper, (0.02, 0.05, 0.1, 0.2, 0.3, 0.5), taus),
+        "top-p": warped("top-p", TopPLogitsWarper, (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98), (0.7, 1.0, 1.5)),
+        "top-k": warped("top-k", TopKLogitsWarper, (2, 5, 10, 20, 50), (0.7, 1.0, 1.5)),
+        "typical": warped("typical", TypicalLogitsWarper, (0.2, 0.5, 0.9), (1.0,)),
+        "ε": warped("ε", EpsilonLogitsWarper, (0.001, 0.003, 0.01), (1.0,)),
+        "top-H": warped("top-H", TopHLogitsWarper, (0.2, 0.4, 0.6), taus),
         "top-nσ": [TopNSigma(number, tau) for tau in taus for number in (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)],
         "mirostat 2": [Mirostat(bits) for bits in (0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 7.0)],
     }
+
+
+def warped(
+    name: str, warper: Callable[[Any], LogitsProcessor], values: Sequence[float], taus: Sequence[float]
+) -> list[Rule]:
+    """Return the rules of a warper of Transformers, for each of its parameter's values at each temperature."""
+    return [Warped(f"{name} {value:.3g}", warper(value), tau) for tau in taus for value in values]
 
 
 @dataclass(frozen=True, slots=True)

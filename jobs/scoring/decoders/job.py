@@ -32,7 +32,7 @@ from pipelines.problems import check_problems
 from pipelines.sources import check_source
 from pipelines.text.manifest import ArchiveEntry
 from pipelines.text.reading import readable_documents
-from pipelines.text.tokenization import document_start_id, load_tokenizer
+from pipelines.text.tokenization import document_start_id, encode_prompt, load_tokenizer
 from tempnet.base_model import read_config
 from tempnet.loading import load_tempnet
 from tempnet.weights import check_weight_files
@@ -159,7 +159,7 @@ def read_prompt_ids(
     start = document_start_id(tokenizer)
     if config.prompts:
         prompts = read_prompts(config.prompts, config.format, config.max_prompts)
-        ids = [tuple(tokenizer(prompt.turns[0]).input_ids) or (start,) for prompt in prompts]
+        ids = [tuple(encode_prompt(tokenizer, prompt.turns[0])) for prompt in prompts]
     else:
         # Prompts alternate as documents do, so that one that reports comes from a document that neither trains nor chooses.
         halves = ([tokens for tokens in documents[half::2] if len(tokens) > config.prompt_tokens] for half in range(2))

@@ -15,12 +15,19 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from transformers import TopPLogitsWarper
 
 from jobs.scoring.decoders.model import FrozenModel, MeasuredText
 from tempnet.decoders.autodeco import AutoDeco, AutoDecoHeads, autodeco_loss
-from tempnet.decoders.rule import Rule, entropy, temper
-from tempnet.decoders.temperatures import ConstantTemperature, PredictedTemperature, Shuffled
-from tempnet.decoders.truncation import TopP
+from tempnet.decoders.rules import (
+    ConstantTemperature,
+    PredictedTemperature,
+    Rule,
+    Shuffled,
+    Warped,
+    entropy,
+    temper,
+)
 from tempnet.network import TempNet
 from tempnet.network_config import TempNetConfig
 from tempnet.softmax.config import TemperatureLossConfig
@@ -105,7 +112,7 @@ def learned_rules(name: str, network: TempNet | AutoDecoHeads) -> list[Rule]:
     """Return the rules to choose from for a network: temperatures at several levels; AutoDeco has no parameter."""
     if isinstance(network, AutoDecoHeads):
         return [AutoDeco(network, name)]
-    return [PredictedTemperature(network, name, scale) for scale in SCALES]
+    return [PredictedTemperature(network.eval(), name, scale) for scale in SCALES]
 
 
 def control_rules(model: FrozenModel, text: MeasuredText, rule: Rule) -> tuple[Rule, Rule] | None:
@@ -128,7 +135,10 @@ def control_rules(model: FrozenModel, text: MeasuredText, rule: Rule) -> tuple[R
         taus.append(tau.cpu())
     pool, truncated = torch.cat(taus), torch.cat(shares) if shares else None
     mean = pool.mean().item()
-    shift: Rule = ConstantTemperature(mean) if truncated is None else TopP(truncated.mean().item(), mean)
+    shift: Rule = ConstantTemperature(mean)
+    if truncated is not None:
+        mean_share = truncated.mean().item()
+        shift = Warped(f"top-p {mean_share:.3g}", TopPLogitsWarper(mean_share), mean)
     return shift, Shuffled(pool, rule.label, truncated)
 
 

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from pipelines.local_copy import local_copy
+from pipelines.text.tokenization import load_tokenizer
 from tempnet.base_model import load_base
-from tempnet.decoders.rule import Rule, temper
+from tempnet.decoders.rules import Rule, temper
+from tempnet.generation_checks import end_ids
 from tempnet.models.output_head import find_output_head
 
 
@@ -83,8 +85,7 @@ class FrozenModel:
                 "learned decoders read that state"
             )
         self._head, self.vocab_size, self._bos_id = head, vocab_size, bos_id
-        ends = base.generation_config.eos_token_id if base.generation_config is not None else None
-        self._ends = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        self._ends = set(end_ids(base, load_tokenizer(place, needs_eos=False)))
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from jobs.scoring.decoders.model import SampledText
-from tempnet.decoders.texts import (
+from tempnet.decoders.measures import (
     distinct_correct,
     distinct_n,
     mean_interval,

@@ -26,7 +26,7 @@ from jobs.scoring.decoders.learned import move_rule
 from jobs.scoring.decoders.model import FrozenModel, MeasuredText, SampledText
 from jobs.scoring.units import Finished
 from pipelines.local_copy import local_copy
-from tempnet.decoders.rule import Rule
+from tempnet.decoders.rules import Rule
 from tempnet.loading import load_tempnet
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TopPLogitsWarper
 
 from jobs.scoring.decoders.bench import CONSTANT, ONE, Comparison, published_rules, split_text
 from jobs.scoring.decoders.config import Decoders
@@ -24,11 +24,10 @@ from jobs.scoring.decoders.report import conclusion, figures, frontier, plot, ta
 from jobs.scoring.decoders.worker import BenchSettings, BenchWorker, TextUnit, run_bench
 from jobs.scoring.generation.formats import Prompt
 from jobs.scoring.generation.gsm8k import majority_score
-from tempnet.decoders.rule import temper
-from tempnet.decoders.temperatures import ConstantTemperature, Shuffled
-from tempnet.decoders.truncation import Mirostat, TopP
+from tempnet.decoders.rules import ConstantTemperature, Mirostat, Shuffled, Warped, temper
 from tests.jobs.scoring.generation_support import VOCABULARY
 
+TOP_P = Warped("top-p 0.7", TopPLogitsWarper(0.7))
 LEARNED = (ROBUST, PROPER, AUTODECO, "TempNet of the model")
 
 
@@ -93,7 +92,7 @@ def test_measured_text_gives_the_logits_of_the_model(settings: BenchSettings) ->
 
 def test_samples_are_those_of_a_loop_without_a_cache_and_do_not_depend_on_the_batch(settings: BenchSettings) -> None:
     model, prompts = model_of(settings), [*settings.prompts[:3], settings.prompts[3][:2]]
-    for rule in (TopP(0.7), Mirostat(3.0), Shuffled(torch.tensor([0.3, 2.0]), "x")):
+    for rule in (TOP_P, Mirostat(3.0), Shuffled(torch.tensor([0.3, 2.0]), "x")):
         options = {"num_samples": 3, "num_tokens": 5, "seed": 4}
         one, other = (
             [text for row in model.sample(rule, prompts, batch_size=size, **options) for text in row] for size in (1, 4)
@@ -102,12 +101,12 @@ def test_samples_are_those_of_a_loop_without_a_cache_and_do_not_depend_on_the_ba
         expected = [text.log_probability for text in other]
         np.testing.assert_allclose([text.log_probability for text in one], expected, atol=1e-3)
     base = AutoModelForCausalLM.from_pretrained(settings.model).eval()
-    [[text]] = model.sample(TopP(0.7), prompts[:1], num_samples=1, num_tokens=5, seed=4, batch_size=1)
+    [[text]] = model.sample(TOP_P, prompts[:1], num_samples=1, num_tokens=5, seed=4, batch_size=1)
     ids, score = list(prompts[0]), 0.0
     for token in text.tokens:
         with torch.no_grad():
             row = base(input_ids=torch.tensor([ids])).logits[0, -1, :VOCABULARY]
-        assert TopP(0.7).log_probabilities(row)[token] > -math.inf
+        assert TOP_P.log_probabilities(row)[token] > -math.inf
         score += temper(row, 1.0)[token].item()
         ids.append(token)
     assert text.log_probability == pytest.approx(score, abs=1e-3) or text.num_drawn > len(text.tokens)
@@ -126,7 +125,7 @@ def test_every_decoder_has_its_place_and_every_learned_one_its_controls(comparis
     assert set(comparison.for_text) == set(comparison.sums.sums) == set(comparison.prompts) == set(expected)
     for name in LEARNED:
         shift, pool = (comparison.for_text[f"{name}: {control}"].rule for control in ("MeanShift", "shuffled"))
-        assert isinstance(shift, TopP if name == AUTODECO else ConstantTemperature)
+        assert isinstance(shift, Warped if name == AUTODECO else ConstantTemperature)
         assert isinstance(pool, Shuffled)
         assert shift.tau == pytest.approx(pool.pool.mean().item(), rel=1e-5)
 

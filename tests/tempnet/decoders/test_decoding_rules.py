@@ -14,38 +14,54 @@ from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
 from scipy.stats import t as student
 from sklearn.metrics import log_loss
 from torch import Tensor
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopPLogitsWarper
+from transformers import (
+    EpsilonLogitsWarper,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from tempnet import intervals
 from tempnet.decoders.autodeco import AutoDeco, AutoDecoHeads, autodeco_loss, soft_top_p
-from tempnet.decoders.likelihood import SMOOTHING, LikelihoodSums, Scores, score_tokens
-from tempnet.decoders.rule import Rule, entropy, teacher_forced, temper
-from tempnet.decoders.temperatures import (
-    ConstantTemperature,
-    EntropyRange,
-    EntropyTemperature,
-    PredictedTemperature,
-    Shuffled,
-)
-from tempnet.decoders.texts import (
-    bleu,
+from tempnet.decoders.measures import (
+    SMOOTHING,
+    LikelihoodSums,
+    Scores,
     distinct_correct,
     distinct_n,
     mean_interval,
     pass_at_k,
     samples_at_equal_cost,
+    score_tokens,
     self_bleu,
 )
-from tempnet.decoders.truncation import MinP, Mirostat, TopNSigma, TopP, nucleus
+from tempnet.decoders.rules import (
+    ConstantTemperature,
+    EntropyRange,
+    EntropyTemperature,
+    Mirostat,
+    PredictedTemperature,
+    Rule,
+    Shuffled,
+    TopNSigma,
+    Warped,
+    entropy,
+    nucleus,
+    teacher_forced,
+    temper,
+)
 from tempnet.network import TempNet
 from tempnet.network_config import TempNetConfig
 
-RULES: list[Rule] = [
+
+def top_p(share: float, tau: float = 1.0) -> Rule:
+    return Warped(f"top-p {share:.3g}", TopPLogitsWarper(share), tau)
+
+
+OURS: list[Rule] = [
     ConstantTemperature(0.7),
     EntropyTemperature(1.2, 0.9),
     EntropyRange(0.2, 1.8, 2.0),
-    TopP(0.8, 1.3),
-    MinP(0.1, 1.5),
     TopNSigma(1.0, 2.0),
     Mirostat(2.0),
     Shuffled(torch.tensor([0.5, 1.0, 2.0]), "τ"),
@@ -63,16 +79,15 @@ def distribution(rule: Rule, logits: Tensor) -> Tensor:
     return rule.log_probabilities(logits, None, rule.start(len(logits)))
 
 
-@pytest.mark.parametrize("tau", [0.3, 2.5])
-def test_top_p_and_min_p_are_those_of_transformers(tau: float) -> None:
-    logits = some_logits()
-    ids = torch.zeros(len(logits), 1, dtype=torch.long)
-    tempered = TemperatureLogitsWarper(tau)(ids, logits)
-    pairs = [(TopP(share, tau), TopPLogitsWarper(share)) for share in (0.05, 0.5, 0.999, 1.0)]
-    pairs += [(MinP(ratio, tau), MinPLogitsWarper(ratio)) for ratio in (0.0, 0.01, 0.3, 1.0)]
-    for rule, warper in pairs:
-        expected = warper(ids, tempered).log_softmax(-1)
-        torch.testing.assert_close(distribution(rule, logits), expected, atol=1e-5, rtol=1e-5)
+def test_a_warped_rule_is_transformers_own_sampling_and_a_nucleus_has_a_share_for_every_row() -> None:
+    logits, ids = some_logits(), torch.zeros(40, 1, dtype=torch.long)
+    for tau, warper in ((0.3, TopPLogitsWarper(0.5)), (2.5, MinPLogitsWarper(0.1)), (1.0, EpsilonLogitsWarper(0.01))):
+        expected = warper(ids, TemperatureLogitsWarper(tau)(ids, logits)).log_softmax(-1)
+        torch.testing.assert_close(distribution(Warped("", warper, tau), logits), expected, atol=1e-5, rtol=1e-5)
+    shares = torch.linspace(0.05, 1.0, 40)
+    kept = nucleus(logits.log_softmax(-1), shares)
+    for row, share in enumerate(shares.tolist()):
+        assert kept[row].equal(TopPLogitsWarper(share)(ids[:1], logits[row : row + 1])[0].isfinite())
 
 
 def test_top_n_sigma_keeps_what_a_loop_in_numpy_keeps_at_every_temperature() -> None:
@@ -108,7 +123,7 @@ def test_entropy_rules_at_their_ends() -> None:
 
 
 def test_mirostat_follows_its_definition_token_by_token() -> None:
-    logits, rule = some_logits(60, 30, seed=3), Mirostat(1.5, 0.2)
+    logits, rule = some_logits(60, 30, seed=3), Mirostat(1.5)
     generator = np.random.default_rng(0)
     state, mu = rule.start(1), 3.0
     for row in logits:
@@ -121,14 +136,14 @@ def test_mirostat_follows_its_definition_token_by_token() -> None:
         log_q = rule.log_probabilities(row.unsqueeze(0), None, state)
         np.testing.assert_allclose(log_q.exp()[0].numpy(), q, atol=1e-6)
         token = int(generator.choice(len(q), p=q))
-        mu -= 0.2 * (-np.log2(q[token]) - 1.5)
+        mu -= 0.1 * (-np.log2(q[token]) - 1.5)
         state = rule.advance(state, log_q, torch.tensor([token]))
         assert state.item() == pytest.approx(mu, abs=1e-4)
 
 
 def test_a_text_is_scored_as_it_would_be_decoded() -> None:
     logits, tokens = some_logits(20), torch.arange(20) % 7
-    for rule in RULES:
+    for rule in [*OURS, top_p(0.8, 1.3)]:
         state, rows = rule.start(1, seed=5), []
         for row, token in zip(logits.split(1), tokens.split(1), strict=True):
             rows.append(rule.log_probabilities(row, None, state))
@@ -140,13 +155,11 @@ def test_a_predicted_temperature_is_that_of_the_network() -> None:
     torch.manual_seed(0)
     network = TempNet(TempNetConfig.for_hidden(50, 6, with_logits=True, rho=2.0, hidden_size=8, num_prototypes=4))
     logits, hidden = some_logits(), torch.randn(40, 6)
-    rule = PredictedTemperature(network, "ours")
-    expected = (logits / network.eval()(logits, hidden).unsqueeze(-1)).log_softmax(-1)
+    rule = PredictedTemperature(network.eval(), "ours")
+    expected = (logits / network(logits, hidden).unsqueeze(-1)).log_softmax(-1)
     torch.testing.assert_close(rule.log_probabilities(logits, hidden), expected)
     doubled = PredictedTemperature(network, "ours", scale=2.0)
     torch.testing.assert_close(doubled.temperatures(logits, hidden), 2 * rule.temperatures(logits, hidden))
-    with pytest.raises(ValueError, match="ours reads embeddings"):
-        PredictedTemperature(TempNet(TempNetConfig.for_embeddings(8)), "ours")
 
 
 def test_shuffled_predictions_have_the_distribution_of_the_pool_and_ignore_the_context() -> None:
@@ -165,11 +178,11 @@ def test_shuffled_predictions_have_the_distribution_of_the_pool_and_ignore_the_c
     logits = some_logits(500)
     found = rule.log_probabilities(logits, None, state)
     for row, place in enumerate(rule.places(state).tolist()[:50]):
-        expected = TopP(float(rule.shares[place]), float(rule.pool[place])).log_probabilities(logits[row : row + 1])
+        expected = top_p(float(rule.shares[place]), float(rule.pool[place])).log_probabilities(logits[row : row + 1])
         torch.testing.assert_close(found[row : row + 1], expected)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.label)
+@pytest.mark.parametrize("rule", OURS, ids=lambda rule: rule.label)
 @given(seed=st.integers(0, 10_000), vocab_size=st.integers(2, 40), spread=st.sampled_from([1e-3, 1.0, 30.0]))
 def test_every_rule_gives_a_distribution_that_ignores_shifts_and_banned_tokens(
     rule: Rule, seed: int, vocab_size: int, spread: float
@@ -194,30 +207,6 @@ def test_tiny_temperatures_are_greedy_and_do_not_overflow() -> None:
     for tau in (0.0, 1e-30, 1e-6):
         assert temper(logits, tau).exp().tolist() == [[1.0, 0.0, 0.0]]
     assert entropy(temper(torch.zeros(1, 4), 0.0)).item() == pytest.approx(math.log(4))
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: ConstantTemperature(0.0), "tau = 0 must be positive and finite"),
-        (lambda: EntropyTemperature(1.0, -1.0), "theta = -1 must be positive"),
-        (lambda: EntropyTemperature(1.0, 1.0, 1.0), r"base = 1 must lie in \(0, 1\)"),
-        (lambda: EntropyRange(1.0, 0.5), r"low = 1 must lie in \[0, high = 0.5\]"),
-        (lambda: EntropyRange(0.0, 1.0, 0.0), "exponent = 0 must be positive"),
-        (lambda: TopP(0.0), r"share = 0 must lie in \(0, 1\]"),
-        (lambda: TopP(0.5, math.inf), "tau = inf must be positive and finite"),
-        (lambda: MinP(1.1), r"ratio = 1.1 must lie in \[0, 1\]"),
-        (lambda: TopNSigma(0.0), "num_sigma = 0 must be positive"),
-        (lambda: Mirostat(0.0), "target = 0 must be positive"),
-        (lambda: Mirostat(1.0, 0.0), "rate = 0 must be positive"),
-        (lambda: Shuffled(torch.empty(0), "x"), "pool is empty"),
-        (lambda: Shuffled(torch.ones(2), "x", torch.ones(3)), "shares holds 3 values, and pool 2"),
-    ],
-)
-def test_parameters_are_checked(make: object, message: str) -> None:
-    assert callable(make)
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 VOCAB_SIZE, HIDDEN_SIZE = 20, 6
@@ -281,7 +270,7 @@ def test_the_rule_is_top_p_with_the_predictions_of_every_token() -> None:
     found = rule.log_probabilities(logits, hidden)
     assert tau.std() > 0.01
     for row in range(30):
-        expected = TopP(float(share[row]), float(tau[row])).log_probabilities(logits[row])
+        expected = top_p(float(share[row]), float(tau[row])).log_probabilities(logits[row])
         torch.testing.assert_close(found[row], expected)
     torch.testing.assert_close(temper(logits, tau).argmax(-1), logits.argmax(-1))
     with pytest.raises(ValueError, match="AutoDeco reads hidden states"):
@@ -328,7 +317,7 @@ def test_scores_are_those_of_scikit_learn_and_of_loops() -> None:
 def test_a_rule_that_leaves_out_a_token_of_the_text_has_an_infinite_loss_but_a_finite_smoothed_one() -> None:
     """The smoothed loss is the ε-perplexity of Martins et al."""
     logits, targets, documents = scored_tokens()
-    log_q = TopP(0.7).log_probabilities(logits)
+    log_q = top_p(0.7).log_probabilities(logits)
     epsilon = SMOOTHING / (1 - SMOOTHING) / 12
     expected = -((log_q.exp().gather(1, targets[:, None])[:, 0] + epsilon) / (1 + epsilon * 12)).log()
     scores = score_tokens(log_q, targets)
@@ -353,14 +342,6 @@ def test_intervals_are_over_documents_and_gains_are_paired() -> None:
     assert gain.half_width < sums.mean("1.3", "smoothed").half_width
 
 
-def test_banned_tokens_take_no_share_of_the_smoothing() -> None:
-    logits, targets, _ = scored_tokens()
-    banned = torch.cat([logits, torch.full((600, 20), -math.inf)], dim=-1)
-    ours = score_tokens(banned.log_softmax(-1), targets, num_allowed=torch.full((600,), 12))
-    for value, expected in zip(ours, score_tokens(logits.log_softmax(-1), targets), strict=True):
-        torch.testing.assert_close(value, expected)
-
-
 @given(texts=st.lists(words, min_size=2, max_size=5), max_n=st.integers(1, 4))
 def test_bleu_is_that_of_nltk(texts: list[list[str]], max_n: int) -> None:
     scores = []
@@ -368,7 +349,6 @@ def test_bleu_is_that_of_nltk(texts: list[list[str]], max_n: int) -> None:
         others = texts[:place] + texts[place + 1 :]
         weights = (1 / max_n,) * max_n
         theirs = sentence_bleu(others, text, weights, SmoothingFunction().method1) if text else 0.0
-        assert bleu(text, others, max_n) == pytest.approx(theirs, abs=1e-9)
         scores.append(theirs)
     assert self_bleu(texts, max_n) == pytest.approx(np.mean(scores), abs=1e-9)
     assert math.isnan(self_bleu(texts[:1], max_n))
