@@ -145,9 +145,10 @@ def train_tempnet(world: World, rows: Tensor, job: Arguments, *, head: str, seed
 def train_mlp(world: World, rows: Tensor, job: Arguments, *, seed: int) -> Callable[[Tensor], Tensor]:
     """Train a small network on the test's features, by the exact derivative of the cross-entropy from the profiles."""
     torch.manual_seed(seed)
-    moments = Moments(1)
-    moments.add(world.part(rows), torch.zeros(len(rows), dtype=torch.long))
-    design, level = moments.design(), moments.totals[0].best_constant()
+    level = world.part(rows).profiles.best_constant()
+    moments = Moments(level)
+    moments.add(world.part(rows))
+    design = moments.design()
     size = len(design.columns("both"))
     last = nn.Linear(64, 1)
     nn.init.zeros_(last.weight)
@@ -188,7 +189,7 @@ def judge_heads(world: World, num_documents: int, job: Arguments) -> DocumentSum
     for half in range(2):
         train, test = ((world.documents % 2 == side).nonzero().squeeze(-1) for side in (half, 1 - half))
         tokens, documents = world.part(test), world.documents[test]
-        sums.add_tokens(tokens, documents)
+        sums.add_profiles(tokens.profiles, documents)
         constant = world.part(train).profiles.best_constant()
         sums.add(CONSTANT, tokens.profiles, documents, torch.full((len(test),), constant, dtype=torch.float64))
         for head in job.heads:

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 import tyro
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerFast
 
 from pipelines.archives import list_archives
 from pipelines.text.reading import readable_documents
@@ -82,7 +82,7 @@ def make_model(vocab_size: int, num_positions: int, start_id: int, end_id: int) 
 
 
 def train(
-    model: GPT2LMHeadModel, draw: Callable[[], tuple[Tensor, Tensor]], *, num_steps: int, rate: float, warmup_share: float,
+    model: PreTrainedModel, draw: Callable[[], tuple[Tensor, Tensor]], *, num_steps: int, rate: float, warmup_share: float,
     beta2: float, weight_decay: float,
 ) -> float:  # fmt: skip
     """Train a model with AdamW and one cycle of its rate, and return the mean loss of the last tenth of the steps.
@@ -114,7 +114,7 @@ def train(
     return float(np.mean(losses[-max(1, num_steps // 10) :]))
 
 
-def train_on_stream(model: GPT2LMHeadModel, stream: Tensor, *, num_steps: int, rate: float, seed: int) -> float:
+def train_on_stream(model: PreTrainedModel, stream: Tensor, *, num_steps: int, rate: float, seed: int) -> float:
     """Train a model on blocks drawn from a stream of tokens, and return the mean loss of the last tenth of the steps."""
     generator = torch.Generator().manual_seed(seed)
 

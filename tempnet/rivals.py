@@ -1,13 +1,16 @@
-"""Compare the mean held-out loss at predicted temperatures with that at two constant temperatures, on the same rows.
+"""Compare the mean held-out loss at predicted temperatures with that at constant temperatures, on the same rows.
 
-    best constant   argmin over [τ₀, τ_max] of the mean loss. It is fitted to the rows that it is evaluated on, which is
-                    an advantage over the prediction.
+    best constant   argmin over a range of the mean loss. It is fitted to the rows that it is evaluated on, which is an
+                    advantage over the prediction of about half a nat in total.
     MeanShift       the mean of the predicted temperatures. It has the same level as the predictions but no spread.
+    shuffled        the predicted temperatures given to random rows: the mean over all orders, that is, the mean over the
+                    distribution of τ of the mean loss at a constant τ. Same level, same spread, no knowledge.
 
 Predictions that beat MeanShift but not the best constant have the wrong level. Predictions that beat neither contain
-nothing that a single number could not express.
+nothing that a single number could not express. All of it needs sums over independent groups of rows only, so that the rows
+may be spread over processes.
 
-Shapes: (...) rows of any layout, such as tokens (N,), or both members of B pairs (2, B).
+Shapes: (...) rows of any layout, such as tokens (N,), or both members of B pairs (2, B); G groups.
 """
 
 from __future__ import annotations
@@ -18,27 +21,58 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tempnet.intervals import mean_interval
+from tempnet.intervals import ratio_interval
 
 # Tolerance in log τ. A loss is quadratic near its minimum, so this affects only the sixth digit of the loss.
 _TOLERANCE = 1e-3
+# Number of quantiles of τ that stand for its distribution.
+_NUM_QUANTILES = 256
+
+
+def compare_sums(
+    own: Tensor, at: Callable[[float], Tensor], counts: Tensor, *, best_constant: float, mean: float, tau: Tensor | None
+) -> dict[str, float]:
+    """Compare the loss at predicted temperatures with that at constants, from sums over independent groups of rows.
+
+    With d_g the loss of a group at the constant less that at the predictions, the gain is Σd/Σn: positive if the
+    prediction is better. Its interval is that of `tempnet.intervals.ratio_interval`.
+
+    Args:
+        own: (G,) summed loss of every group at the predicted temperatures.
+        at: function from one temperature to the summed losses (G,) at it.
+        counts: (G,) number of rows of every group.
+        best_constant: the best constant (`find_best_constant`).
+        mean: mean of the predicted temperatures.
+        tau: (...) the predicted temperatures of all rows, to compare with shuffled ones; None: without.
+
+    Returns:
+        `loss`, `best_constant_loss`, `best_constant_tau`, `best_constant_gain`, `best_constant_gain_half_width` (NaN
+        for a single group), the same four of `mean_shift`, and three (without τ) of `shuffled`.
+    """
+    found = {"best_constant": at(best_constant), "mean_shift": at(mean)}
+    constants = {"best_constant": best_constant, "mean_shift": mean}
+    if tau is not None:
+        shares = (torch.arange(_NUM_QUANTILES, dtype=torch.float64) + 0.5) / _NUM_QUANTILES
+        ordered = tau.flatten().double().cpu().sort().values
+        values = ordered[(shares * len(ordered)).long()].tolist()
+        found["shuffled"] = sum((at(value) for value in values), torch.zeros_like(own)) / _NUM_QUANTILES
+    figures = {"loss": (own.sum() / counts.sum()).item()}
+    for name, losses in found.items():
+        gain = ratio_interval(losses - own, counts)
+        figures |= {f"{name}_tau": constants[name]} if name in constants else {}
+        figures |= {
+            f"{name}_loss": (losses.sum() / counts.sum()).item(),
+            f"{name}_gain": gain.mean,
+            f"{name}_gain_half_width": gain.half_width,
+        }
+    return figures
 
 
 @torch.no_grad()
 def compare_with_constants(
-    losses: Callable[[Tensor], Tensor],
-    tau: Tensor,
-    groups: Tensor,
-    *,
-    tau_min: float,
-    tau_max: float,
-    best_constant: float | None = None,
+    losses: Callable[[Tensor], Tensor], tau: Tensor, groups: Tensor, *, tau_min: float, tau_max: float
 ) -> dict[str, float]:
-    """Compute the mean loss at the predicted τ and at both constants, and the prediction's gain over each constant.
-
-    With d_i = loss_i(constant) − loss_i(τ_i), the gain is the mean of d over all rows; it is positive if the
-    prediction is better. Its interval (`tempnet.intervals.mean_interval`) allows the rows to depend on one another within
-    a group, but assumes that the groups are independent.
+    """Compare as `compare_sums` does, from a function of the temperatures of all rows; without shuffled ones.
 
     Args:
         losses: function from temperatures (...) to the losses of the same rows (...). As a function of one τ that is
@@ -47,43 +81,34 @@ def compare_with_constants(
         tau: (...) predicted temperatures.
         groups: (...) integers that identify the document, block or image that each row belongs to.
         tau_min, tau_max: range that is searched for the best constant.
-        best_constant: the best constant, if it is known (`find_best_constant`).
-
-    Returns:
-        `loss`, `best_constant_loss`, `best_constant_tau`, `best_constant_gain`, `best_constant_gain_half_width` (NaN
-        for a single group), and the same four of `mean_shift`.
     """
-    own = losses(tau).double()
-    constants = {
-        "best_constant": best_constant or find_best_constant(losses, tau, tau_min=tau_min, tau_max=tau_max),
-        "mean_shift": tau.double().mean().item(),
-    }
-    figures = {"loss": own.mean().item()}
-    for name, constant in constants.items():
-        found = losses(torch.full_like(tau, constant)).double()
-        gain = mean_interval(found - own, groups.expand(tau.shape))
-        figures |= {
-            f"{name}_loss": found.mean().item(),
-            f"{name}_tau": constant,
-            f"{name}_gain": gain.mean,
-            f"{name}_gain_half_width": gain.half_width,
-        }
-    return figures
+    _, group = torch.unique(groups.expand(tau.shape).flatten(), return_inverse=True)
+    num_groups = int(group.max()) + 1
+
+    def sums(values: Tensor) -> Tensor:
+        return torch.zeros(num_groups, dtype=torch.float64).index_add_(0, group.cpu(), values.double().flatten().cpu())
+
+    def at(value: float) -> Tensor:
+        return sums(losses(torch.full_like(tau, value)))
+
+    return compare_sums(
+        sums(losses(tau)),
+        at,
+        sums(torch.ones_like(tau)),
+        best_constant=find_best_constant(lambda value: at(value).sum().item() / tau.numel(), tau_min, tau_max),
+        mean=tau.double().mean().item(),
+        tau=None,
+    )
 
 
-@torch.no_grad()
-def find_best_constant(losses: Callable[[Tensor], Tensor], like: Tensor, *, tau_min: float, tau_max: float) -> float:
-    """Return the constant in [τ₀, τ_max] with the least mean loss; the arguments are those of `compare_with_constants`.
+def find_best_constant(mean_loss: Callable[[float], float], tau_min: float, tau_max: float) -> float:
+    """Return the constant τ in [τ₀, τ_max] with the least mean loss, which has a single minimum."""
+    from scipy.optimize import minimize_scalar  # takes a third of a second, which a worker needs once, at its end
 
-    It does not depend on the values of `like`, which has the shape, dtype and device of the temperatures.
-    """
-
-    def mean_loss(log_tau: float) -> float:
-        return losses(torch.full_like(like, math.exp(log_tau))).double().mean().item()
+    def loss(log_tau: float) -> float:
+        return mean_loss(math.exp(log_tau))
 
     bounds = math.log(tau_min), math.log(tau_max)
-    from scipy.optimize import minimize_scalar  # as above
-
-    inside = minimize_scalar(mean_loss, bounds=bounds, method="bounded", options={"xatol": _TOLERANCE}).x
+    inside = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": _TOLERANCE}).x
     # The bounded search never evaluates the ends of the interval, so they are compared here.
-    return math.exp(min((*bounds, float(inside)), key=mean_loss))
+    return math.exp(min((*bounds, float(inside)), key=loss))

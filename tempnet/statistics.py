@@ -122,6 +122,7 @@ def token_statistics(
     rho: float,
     tau_min: float,
     tau_max: float,
+    oracle_rows: Tensor | None = None,
     oracle_logits: Tensor | None = None,
     oracle: Oracle = optimal_temperature,
 ) -> TemperatureStatistics:
@@ -134,12 +135,15 @@ def token_statistics(
         vocab_size: V.
         rho: ρ of the robust loss, in nats.
         tau_min, tau_max: range of the histogram and of the oracle.
-        oracle_logits: (n, V) logits of the first n valid tokens, or None. For these tokens, the optimal temperature
-            τ* and the regret f(z, τ) − f(z, τ*) are computed too.
+        oracle_rows: (N,) bool, n valid tokens for which the optimal temperature τ* and the regret f(z, τ) − f(z, τ*) are
+            computed too; None: none.
+        oracle_logits: (n, V) logits of these tokens.
         oracle: function that computes τ*.
     """
     statistics = TemperatureStatistics.zeros(tau_min, tau_max, tau.device)
     is_valid = targets != IGNORE_INDEX
+    of_oracle = torch.zeros_like(is_valid) if oracle_rows is None else oracle_rows
+    oracle_targets, tau_learned = targets[of_oracle], tau[of_oracle].float()
     targets, tau = targets[is_valid], tau[is_valid].float()
     if targets.numel() == 0:
         return statistics
@@ -147,10 +151,9 @@ def token_statistics(
     robust = tau * (cross_entropy_tau - math.log(vocab_size) + rho)
     regret = tau_oracle = tau.new_zeros(0)
     if oracle_logits is not None:
-        num_oracle_tokens = len(oracle_logits)
         tau_oracle = oracle(oracle_logits, rho, tau_min, tau_max)
-        of_oracle = robust_loss(oracle_logits, targets[:num_oracle_tokens], tau_oracle, rho)
-        regret = robust_loss(oracle_logits, targets[:num_oracle_tokens], tau[:num_oracle_tokens], rho) - of_oracle
+        least, own = (robust_loss(oracle_logits, oracle_targets, value, rho) for value in (tau_oracle, tau_learned))
+        regret = own - least
     margin = BOUND_SHARE * (tau_max - tau_min)
     sums = {
         "num_tokens": torch.tensor(targets.numel()),

@@ -1,16 +1,19 @@
 """Judges whether a run's learned temperature is useful: one verdict for the report, the outcome and MLflow.
 
 On held-out data, by the loss that it was trained with, the TempNet is compared with two rivals: the best constant τ and
-MeanShift (`tempnet.rivals`).
+MeanShift (`tempnet.rivals`). The report shows the learned temperatures shuffled over the tokens, too, where they are known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 # A TempNet is considered constant if the standard deviation of its temperatures is below this share of their mean.
 CONSTANT_SPREAD = 0.01
+# A temperature within this share of the range of τ from an end is held back by it.
+AT_A_BOUND = 0.01
 
 _LOSSES = {"robust": "robust loss", "cross_entropy": "cross-entropy"}
 _BEST = "beats both constants"
@@ -110,11 +113,11 @@ def rows(outcome: Mapping[str, Any]) -> list[tuple[str, str]]:
     """
     if outcome.get("temperature_verdict") is None:
         return []
-    figures, scores, judge = outcome["rivals"], outcome["validation"], outcome["judged_by"]
+    figures, judge = outcome["rivals"], outcome["judged_by"]
     data = f"{outcome.get('judged_on', 'validation')} data"
     found = verdicts(outcome)
     lines = [("verdict", verdict(outcome) or "")] if len(found) > 1 else []
-    warnings = []
+    warnings: list[tuple[str, str]] = []
     for kind, said in found.items():
         name = f"learned τ of {_KINDS[kind][0]}" if kind else "learned τ"
         lines.append((name, f"{said.removeprefix('is ')} ({_LOSSES[judge]} on {data})"))
@@ -123,17 +126,40 @@ def rows(outcome: Mapping[str, Any]) -> list[tuple[str, str]]:
             if f"{prefix}/loss" not in figures:
                 continue
             lines.append((f"{title} at the learned τ", f"{figures[f'{prefix}/loss']:.4f}"))
-            for constant, constant_title in _CONSTANTS.items():
-                tau, value, gain, half_width = (
-                    figures[f"{prefix}/{constant}_{key}"] for key in ("tau", "loss", "gain", "gain_half_width")
+            for constant, constant_title in (_CONSTANTS | {"shuffled": "τ shuffled over the tokens"}).items():
+                if f"{prefix}/{constant}_loss" not in figures:
+                    continue
+                value, gain, half_width = (
+                    figures[f"{prefix}/{constant}_{key}"] for key in ("loss", "gain", "gain_half_width")
                 )
-                lines.append((f"  at {constant_title}, {tau:.4g}", f"{value:.4f} ({gain:+.4f} ± {half_width:.4f})"))
-        if said == "is constant":
-            advice = "raise optimizer.learning_rate_tempnet or run.num_steps, or choose another ρ"
-            if outcome.get("judged_on") == "training":
-                advice = "raise temperature.tau_step or run.num_steps, or choose another ρ"
-            text = (
-                f"{_learner(outcome, kind)} is constant: τ spreads by {_spread(scores, kind):.2%} of its mean; {advice}"
-            )
-            warnings.append(("WARNING", text))
+                tau = figures.get(f"{prefix}/{constant}_tau")
+                at = "" if tau is None else f", {tau:.4g}"
+                lines.append((f"  at {constant_title}{at}", f"{value:.4f} ({gain:+.4f} ± {half_width:.4f})"))
+        warnings += [("WARNING", text) for text in _warnings(outcome, kind, is_constant=said == "is constant")]
     return lines + warnings
+
+
+def _warnings(outcome: Mapping[str, Any], kind: str, *, is_constant: bool) -> Iterator[str]:
+    """Yield what a reader should mistrust: temperatures that are constant, or held back by the range of τ."""
+    scores, judge = outcome["validation"], outcome["judged_by"]
+    low, high = outcome.get("tau_min", 0.0), outcome.get("tau_max", math.inf)
+    best = outcome["rivals"][f"{kind}/{judge}/best_constant_tau" if kind else f"{judge}/best_constant_tau"]
+    margin = AT_A_BOUND * (high - low) if math.isfinite(high) else 0.0
+    bound = ""
+    if best >= high - margin:
+        bound = f"raise temperature.tau-max = {high:g}"
+    elif best <= low + margin:
+        bound = f"lower temperature.tau-min = {low:g}"
+    if bound:
+        yield f"the best constant τ, {best:.4g}, is capped by the range of τ, [{low:g}, {high:g}]: {bound}"
+    elif judge == "cross_entropy" and (share := scores.get("tau_share_upper_bound", 0.0)) > AT_A_BOUND:
+        bound = f"raise temperature.tau-max = {high:g}"
+        yield f"{share:.1%} of the temperatures lie at the upper end of the range of τ, [{low:g}, {high:g}]: {bound}"
+    if is_constant:
+        advice = "raise optimizer.learning-rate-tempnet or run.num-steps"
+        if outcome.get("judged_on") == "training":
+            advice = "raise temperature.tau-step or run.num-steps"
+        if judge == "robust":
+            advice += ", or choose another ρ"
+        spread = f"{_spread(scores, kind):.2%} of its mean; {bound or advice}"
+        yield f"{_learner(outcome, kind)} is constant: τ spreads by {spread}"

@@ -13,7 +13,7 @@ import pyarrow as pa
 from pipelines.stream import Batch
 from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
-from pipelines.text.packing import PackingConfig, unpack_blocks
+from pipelines.text.packing import IGNORE_INDEX, PackingConfig
 from pipelines.text.rows import read_rows, read_shards_ahead
 
 
@@ -25,6 +25,8 @@ class BlockSource:
     """Prepared data set of packed blocks, which may still be growing."""
     cache_bytes: int = 0
     """Size of the node's cache of remote shards in bytes; 0: none, so that a shard is read anew every time."""
+    end_is_target: bool = True
+    """Whether the model is to predict the end-of-text token (see :func:`without_end`)."""
 
     def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
         """Return `input_ids`, `position_ids`, `targets`, each (n, T), and `digest` (n,) of n blocks of T tokens.
@@ -37,7 +39,9 @@ class BlockSource:
             tables.append(read_rows(self.manifest, self.manifest.shards[shard], rows[chosen], self.cache_bytes))
             order.append(chosen)
         table = pa.concat_tables(tables).take(pa.array(np.argsort(np.concatenate(order))))
-        return block_arrays(self.manifest, table)
+        batch = block_arrays(self.manifest, table)
+        del batch["documents"]
+        return batch if self.end_is_target else without_end(batch, self.manifest)
 
     def read_ahead(self, now: Sequence[int], later: Sequence[int] = (), before: Sequence[int] = ()) -> None:
         """Fetch remote shards into the node's cache in the background (see `pipelines.stream.RemoteSource`)."""
@@ -51,21 +55,39 @@ class BlockSource:
 
 
 def block_arrays(manifest: Manifest | GrowingManifest, table: pa.Table) -> Batch:
-    """Return the training arrays of stored blocks, and `digest` (n,) int64, hashes of their tokens in [0, 2^48)."""
+    """Return the arrays of stored blocks (`PackingConfig.unpack`), and `digest` (n,) int64, hashes of their tokens in
+    [0, 2^48)."""
     assert isinstance(manifest.layout, PackingConfig)
-    arrays: dict[str, Any] = unpack_blocks(table, manifest.layout)
+    arrays: dict[str, Any] = manifest.layout.unpack(table)
     digests = [
         int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=6).digest(), "little") for row in arrays["input_ids"]
     ]
     return arrays | {"digest": np.array(digests, dtype=np.int64)}
 
 
+def without_end(batch: Batch, manifest: Manifest | GrowingManifest) -> Batch:
+    """Return a batch in which no target is the end-of-text token.
+
+    A model that was not trained to end documents by this token gives it no probability, and would be judged by the
+    miscalibration of one token in a document instead of by its text.
+    """
+    assert isinstance(manifest.layout, PackingConfig)
+    targets = batch["targets"]
+    return batch | {"targets": np.where(targets == manifest.layout.eos_id, IGNORE_INDEX, targets)}
+
+
 def read_range(manifest: Manifest, start: int, stop: int) -> Batch:
-    """Read blocks start … stop−1 in stored order, without Ray, for validation."""
-    tables, first = [], 0
+    """Read blocks start … stop−1 in stored order, without Ray, for validation.
+
+    Beside the arrays of `block_arrays`, `parts` (n,) holds the number of each block's part among all parts, so that part
+    and number in `documents` together identify a document.
+    """
+    tables, parts, first = [], [], 0
+    numbers = {key: number for number, key in enumerate(dict.fromkeys((s.archive, s.part) for s in manifest.shards))}
     for shard in manifest.shards:
         low, high = max(start - first, 0), min(stop - first, shard.num_rows)
         if low < high:
             tables.append(read_rows(manifest, shard, range(low, high)))
+            parts += [numbers[shard.archive, shard.part]] * (high - low)
         first += shard.num_rows
-    return block_arrays(manifest, pa.concat_tables(tables))
+    return block_arrays(manifest, pa.concat_tables(tables)) | {"parts": np.array(parts, dtype=np.int64)}

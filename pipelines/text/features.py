@@ -17,6 +17,7 @@ from pipelines import feature_files
 from pipelines.feature_files import FILE_BYTES, Column, FeatureFiles, describe_bytes
 from pipelines.storage import read_manifest, write_manifest
 from pipelines.stream import Batch
+from pipelines.text.blocks import without_end
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import PackingConfig
 
@@ -114,6 +115,8 @@ class FeatureSource:
     """The features."""
     cache_bytes: int = 0
     """Size of the node's cache of remote files in bytes; 0: none."""
+    end_is_target: bool = True
+    """Whether the model is to predict the end-of-text token (see `pipelines.text.blocks.without_end`)."""
 
     def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
         """Return `hidden` (n, T, d) int16 (bits of bfloat16), `targets` (n, T) and `digest` (n,) of n blocks.
@@ -121,7 +124,8 @@ class FeatureSource:
         They do not depend on the epoch.
         """
         batch = self.features.blocks.read(shards, rows, cache_bytes=self.cache_bytes)
-        return batch | {"targets": batch["targets"].astype(np.int64)}
+        batch = batch | {"targets": batch["targets"].astype(np.int64)}
+        return batch if self.end_is_target else without_end(batch, self.features.text)
 
     def read_ahead(self, now: Sequence[int], later: Sequence[int] = (), before: Sequence[int] = ()) -> None:
         """Fetch the files of shards into the node's cache in the background (see `pipelines.stream.RemoteSource`)."""

@@ -15,15 +15,16 @@ from pipelines.problems import lost_name
 from pipelines.storage import compute_digest, read_manifest, write_manifest
 from pipelines.text.documents import DocumentConfig
 from pipelines.text.packing import PackingConfig
+from pipelines.text.windows import WindowConfig
 
 FORMAT_VERSION = 4
 _MAX_ROWS_PER_PART = 2**32
 
 Layout = PackingConfig | DocumentConfig
-"""Configuration of how documents become rows of shards: packed into blocks, or one document per row."""
+"""Configuration of how documents become rows of shards: packed into blocks, cut or as whole windows, or one per row."""
 
 _LAYOUTS: dict[str, type[PackingConfig] | type[DocumentConfig]] = {
-    layout.kind: layout for layout in (PackingConfig, DocumentConfig)
+    layout.kind: layout for layout in (PackingConfig, WindowConfig, DocumentConfig)
 }
 
 
@@ -39,7 +40,7 @@ class ShardEntry:
     """Number of rows (blocks or documents)."""
     num_tokens: int
     """Number of tokens for rows that are documents. For blocks it is the number of targets: the documents' tokens
-    plus one end-of-text token for each document that ends in the shard."""
+    plus one end-of-text token for each document that ends in the shard; for windows that of the positions that are read."""
     digest: str
     """blake2b hash of the stored tokens and the lengths of the rows."""
     part: int = 0

@@ -10,9 +10,10 @@ Shapes: n blocks of T tokens each.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +22,8 @@ from transformers import PreTrainedTokenizerFast
 from pipelines.text.tokenization import document_start_id
 
 IGNORE_INDEX = -100
+# One document in so many is held out where no other text is given.
+_ONE_IN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,9 @@ class PackingConfig:
     """Id of the token that is the target at the end of each document."""
     vocab_size: int
     """Size of the vocabulary; it determines whether tokens are stored as 16-bit or 32-bit integers."""
+    documents: Literal["all", "held_out", "others"] = "all"
+    """Which documents are packed: all, a fifth that is held out, or the others. A hash of its tokens decides on which side a
+    document is, so that equal documents are on the same one."""
 
     def __post_init__(self) -> None:
         if self.context_length < 2:
@@ -60,7 +66,7 @@ class PackingConfig:
     @property
     def label(self) -> str:
         """Part of the prepared directory's name that describes the layout."""
-        return str(self.context_length)
+        return str(self.context_length) if self.documents == "all" else f"{self.context_length}-{self.documents}"
 
     @property
     def schema(self) -> pa.Schema:
@@ -80,7 +86,21 @@ class PackingConfig:
 
     def rows(self, documents: Iterable[np.ndarray]) -> Iterator[pa.RecordBatch]:
         """Pack documents into record batches of blocks, as :func:`pack_documents` does."""
-        return pack_documents(documents, self)
+        return pack_documents(self.choose(documents), self)
+
+    def choose(self, documents: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        """Yield the documents that are packed."""
+        for ids in documents:
+            if self.documents == "all":
+                yield ids
+                continue
+            number = int.from_bytes(hashlib.blake2b(ids.astype(np.int64).tobytes(), digest_size=8).digest(), "little")
+            if (number % _ONE_IN == 0) == (self.documents == "held_out"):
+                yield ids
+
+    def unpack(self, blocks: pa.RecordBatch | pa.Table) -> dict[str, np.ndarray]:
+        """Convert stored blocks to training arrays, as :func:`unpack_blocks` does."""
+        return unpack_blocks(blocks, self)
 
     def describe(self, num_rows: int, num_documents: int) -> str:
         """Describe what is stored of `num_documents` documents, for a human reader."""
@@ -159,16 +179,14 @@ def unpack_blocks(blocks: pa.RecordBatch | pa.Table, config: PackingConfig) -> d
     """Convert stored blocks to training arrays.
 
     Returns:
-        `input_ids`, `position_ids` and `targets`, each (n, T) int64. Positions restart at 0 with every document and
-        with every block. Targets are IGNORE_INDEX on padding.
+        `input_ids`, `position_ids`, `targets` and `documents`, each (n, T) int64. Positions restart at 0 with every
+        document and with every block. Targets are IGNORE_INDEX on padding. Documents are numbered within their part of
+        an archive.
     """
     size, num_blocks = config.context_length, blocks.num_rows
-    tokens = _flat_values(blocks.column("tokens")).reshape(num_blocks, size + 1).astype(np.int64)
-    lists = blocks.column("starts")
-    lists = lists.combine_chunks() if isinstance(lists, pa.ChunkedArray) else lists
-    num_starts = lists.value_lengths().to_numpy(zero_copy_only=False)
+    tokens = flat_values(blocks.column("tokens")).reshape(num_blocks, size + 1).astype(np.int64)
+    num_starts, start = list_values(blocks.column("starts"))
     start_block = np.repeat(np.arange(num_blocks), num_starts)
-    start = lists.flatten().to_numpy(zero_copy_only=False)
 
     input_ids, targets = tokens[:, :size].copy(), tokens[:, 1:].copy()
     ends = start > 0
@@ -181,10 +199,18 @@ def unpack_blocks(blocks: pa.RecordBatch | pa.Table, config: PackingConfig) -> d
     inside = start < size
     last_start[start_block[inside], start[inside]] = start[inside]
     position_ids = column - np.maximum.accumulate(last_start, axis=1)
-    return {"input_ids": input_ids, "position_ids": position_ids, "targets": targets}
+    first = np.asarray(blocks.column("document").to_numpy(), dtype=np.int64)
+    documents = first[:, None] + np.cumsum(last_start > 0, axis=1)
+    return {"input_ids": input_ids, "position_ids": position_ids, "targets": targets, "documents": documents}
 
 
-def _flat_values(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
+def list_values(column: pa.Array | pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the lengths (n,) of a list column's values, and all their elements one after another."""
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    return array.value_lengths().to_numpy(zero_copy_only=False), flat_values(array)
+
+
+def flat_values(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
     """Return the flattened values of a fixed-size-list column; if the column is a slice, only the slice's values."""
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     return array.flatten().to_numpy(zero_copy_only=False)

@@ -135,7 +135,8 @@ class PreparedTarget:
                 files,
                 config.text_field,
                 layout.kind,
-                asdict(layout),
+                # Without a default that earlier versions did not have, so that what they prepared is found.
+                {name: value for name, value in asdict(layout).items() if (name, value) != ("documents", "all")},
                 tokenizer_digest(tokenizer),
             ]
         )

@@ -56,6 +56,8 @@ def load_tokenizer(name_or_path: str, *, needs_eos: bool = True) -> PreTrainedTo
             f"tokenizer = {name_or_path!r} cannot be loaded: a directory or hub name of a Transformers fast tokenizer, or "
             f"a tokenizer.json, is needed. {reason}"
         ) from error
+    if tokenizer.bos_token is None and (start := _start_of_model(place)) is not None and start < len(tokenizer):
+        tokenizer.bos_token = tokenizer.convert_ids_to_tokens(start)
     if needs_eos and tokenizer.eos_token_id is None:
         raise ValueError(f"tokenizer = {name_or_path!r} has no end-of-text token (eos_token) to close documents with")
     return tokenizer
@@ -160,8 +162,28 @@ def _num_common(first: str, second: str) -> int:
 
 
 def document_start_id(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Return the id of the token that starts a document: bos, or eos if the tokenizer has no bos (GPT-2)."""
-    return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    """Return the id of the token that starts a document, as the model was trained with it.
+
+    It is the first of these that there is: the token that the tokenizer itself puts before a text, its bos_token, that of
+    the model's configuration beside it (:func:`load_tokenizer` makes it the bos_token), and its eos_token.
+    """
+    if tokenizer.bos_token_id is None:
+        return tokenizer.eos_token_id
+    whole, plain = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
+    at = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
+    return int(whole[at - 1] if at else tokenizer.bos_token_id)
+
+
+def _start_of_model(place: str) -> int | None:
+    """Return the bos_token_id of the configuration of the model in a directory or of the hub, if it has one."""
+    from transformers import PreTrainedConfig
+
+    try:
+        values, _ = PreTrainedConfig.get_config_dict(place)
+    except OSError:  # there is a tokenizer, and no model
+        return None
+    start = values.get("bos_token_id", values.get("text_config", {}).get("bos_token_id"))
+    return start if isinstance(start, int) else None
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tempnet.headroom.profile import NUM_NODES, Profiles
+from tempnet.headroom.profile import Profiles
 
 FEATURE_SETS = ("scalars", "hidden", "both")
 NUM_SCALARS = 5
@@ -35,6 +35,18 @@ class Tokens(NamedTuple):
     """Hidden states, or embeddings of what looks for its candidate: (N, d)."""
 
     @classmethod
+    def of_logits(cls, logits: Tensor, targets: Tensor, hidden: Tensor) -> Tokens:
+        """Return what is known of tokens with logits (N, V), targets (N,) and hidden states (N, d), on the CPU."""
+        profiles = Profiles.of_logits(logits, targets)
+        top = logits.topk(2, dim=-1).values
+        return cls(
+            Profiles(profiles.values.cpu(), profiles.target.cpu()),
+            (top[:, 0] - top[:, 1]).cpu(),
+            top[:, 0].cpu(),
+            hidden.float().cpu(),
+        )
+
+    @classmethod
     def join(cls, parts: Sequence[Tokens], order: Tensor) -> Tokens:
         """Return the tokens of all parts, one after another, and of these the ones at the places `order` (N,)."""
 
@@ -48,9 +60,9 @@ class Tokens(NamedTuple):
             joined(part.hidden for part in parts),
         )
 
-    def raw_features(self) -> Tensor:
-        """Return the scalars of the logits at τ = 1, and the hidden state: (N, 5 + d) in float64."""
-        f, mean, second = self.profiles.values[:, NUM_NODES // 2].double().unbind(-1)
+    def raw_features(self, log_beta: float) -> Tensor:
+        """Return the scalars of the logits at u = `log_beta`, and the hidden state: (N, 5 + d) in float64."""
+        f, mean, second = (value.double() for value in self.profiles.partition(log_beta))
         log_variance = (second - mean).clamp(min=1e-6).log()
         scalars = torch.stack([f - mean, -f, self.margin.double(), log_variance, self.maximum.double()], dim=-1)
         return torch.cat([scalars, self.hidden.double()], dim=-1)
@@ -58,60 +70,47 @@ class Tokens(NamedTuple):
 
 @dataclass(slots=True)
 class Moments:
-    """Sums from which features are standardised and the best constants are found: the first pass over the data."""
+    """Sums from which features are standardised, at u = log β of the best constant: the second pass over the data."""
 
-    num_folds: int
+    log_beta: float
     count: int = 0
     sums: Tensor | None = None
     """Sums of the raw features and of their squares: (2, 5 + d)."""
-    totals: list[Profiles] = field(default_factory=list)
-    """Summed profile of each fold."""
 
-    def add(self, tokens: Tokens, folds: Tensor) -> None:
-        """Add tokens, whose folds (N,) are given."""
-        raw = tokens.raw_features()
+    def add(self, tokens: Tokens) -> None:
+        """Add tokens."""
+        raw = tokens.raw_features(self.log_beta)
         sums = torch.stack([raw.sum(0), raw.square().sum(0)])
         self.count += len(raw)
         self.sums = sums if self.sums is None else self.sums + sums
-        parts = [
-            Profiles(tokens.profiles.values[folds == fold], tokens.profiles.target[folds == fold]).sum()
-            for fold in range(self.num_folds)
-        ]
-        self.totals = [add_profiles([a, b]) for a, b in zip(self.totals, parts, strict=True)] if self.totals else parts
-
-    def constants(self) -> tuple[float, list[float]]:
-        """Return the best u = log β of all tokens, and for each fold that of the other folds."""
-        others = [
-            add_profiles([total for other, total in enumerate(self.totals) if other != fold])
-            for fold in range(self.num_folds)
-        ]
-        return add_profiles(self.totals).best_constant(), [total.best_constant() for total in others]
 
     def design(self) -> Design:
         """Return the map from tokens to standardised features."""
         assert self.sums is not None
         mean = self.sums[0] / self.count
         deviation = (self.sums[1] / self.count - mean.square()).clamp(min=0.0).sqrt()
-        return Design(mean, deviation.where(deviation > 1e-9 * (1.0 + mean.abs()), torch.inf))
+        return Design(self.log_beta, mean, deviation.where(deviation > 1e-9 * (1.0 + mean.abs()), torch.inf))
 
 
-def add_profiles(parts: Sequence[Profiles]) -> Profiles:
-    """Return the sum of summed profiles."""
+def best_constant(batches: Iterable[Tokens]) -> float:
+    """Return the u = log β at which the cross-entropy of all tokens is smallest: the first pass over the data."""
+    parts = [tokens.profiles.sum() for tokens in batches]
     return Profiles(
-        torch.stack([part.values for part in parts]).sum(0), torch.stack([part.target for part in parts]).sum(0)
-    )
+        torch.cat([part.values for part in parts]), torch.cat([part.target for part in parts])
+    ).best_constant()
 
 
 @dataclass(frozen=True, slots=True)
 class Design:
     """Map from tokens to features (N, p): a constant, the scalars, their products, and the hidden state, standardised."""
 
+    log_beta: float
     mean: Tensor
     deviation: Tensor
 
     def features(self, tokens: Tokens) -> Tensor:
         """Return the features (N, p) in float64."""
-        raw = ((tokens.raw_features() - self.mean) / self.deviation).clamp(-_MAX_DEVIATION, _MAX_DEVIATION)
+        raw = ((tokens.raw_features(self.log_beta) - self.mean) / self.deviation).clamp(-_MAX_DEVIATION, _MAX_DEVIATION)
         scalars = raw[:, :NUM_SCALARS]
         first, second = (scalars[:, [pair[side] for pair in _PAIRS]] for side in range(2))
         return torch.cat([torch.ones_like(raw[:, :1]), scalars, first * second, raw[:, NUM_SCALARS:]], dim=-1)

@@ -15,11 +15,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tempnet.headroom.features import Tokens
-from tempnet.headroom.profile import NUM_NODES, Profiles, clamp_log_beta
+from tempnet.headroom.profile import NUM_NODES, TAU_RANGE, Profiles, clamp_log_beta
 from tempnet.intervals import Interval, jackknife, ratio_interval
 
 NUM_BINS = 15
+_NUM_BINS_OF_TAU = 832
+_LARGEST_LOG_TAU = math.log(TAU_RANGE[1])
 # Number of groups of documents for the jackknife of the ECE.
 _NUM_GROUPS = 100
 
@@ -29,13 +30,14 @@ class DocumentSums:
 
     Args:
         num_documents: D.
+        num_nodes: number of nodes of the tokens' profiles.
     """
 
-    def __init__(self, num_documents: int) -> None:
+    def __init__(self, num_documents: int, num_nodes: int = NUM_NODES) -> None:
         self.num_documents = num_documents
         self.counts = torch.zeros(num_documents, dtype=torch.float64)
         self.profiles = Profiles(
-            torch.zeros(num_documents, NUM_NODES, 3, dtype=torch.float64),
+            torch.zeros(num_documents, num_nodes, 3, dtype=torch.float64),
             torch.zeros(num_documents, dtype=torch.float64),
         )
         self.losses: dict[str, Tensor] = {}
@@ -44,20 +46,24 @@ class DocumentSums:
         """Name → summed gain to second order: (D,)."""
         self.tau: dict[str, Tensor] = {}
         """Name → summed temperature: (D,)."""
+        self.histograms: dict[str, Tensor] = {}
+        """Name → number of tokens in equal bins of u = log β over the range of profiles."""
         self.bins: dict[str, Tensor] = {}
         """Name → number of tokens, summed confidence and number of correct predictions: (groups, B, 3)."""
 
-    def add_tokens(self, tokens: Tokens, documents: Tensor) -> None:
+    def add_profiles(self, profiles: Profiles, documents: Tensor) -> None:
         """Add the profiles of tokens, whose documents (N,) are given."""
         self.counts.index_add_(0, documents, torch.ones_like(documents, dtype=torch.float64))
-        self.profiles.values.index_add_(0, documents, tokens.profiles.values.double())
-        self.profiles.target.index_add_(0, documents, tokens.profiles.target.double())
+        self.profiles.values.index_add_(0, documents, profiles.values.double())
+        self.profiles.target.index_add_(0, documents, profiles.target.double())
 
     def add(self, name: str, profiles: Profiles, documents: Tensor, log_beta: Tensor) -> None:
         """Add the losses, temperatures and confidences of tokens at u = `log_beta` (N,) under a name."""
         u = clamp_log_beta(log_beta)
         self._sum(self.losses, name, documents, profiles.cross_entropy(u))
         self._sum(self.tau, name, documents, (-u).exp())
+        counts = torch.histc(u.double(), _NUM_BINS_OF_TAU, -_LARGEST_LOG_TAU, _LARGEST_LOG_TAU)
+        self.histograms[name] = self.histograms.get(name, 0.0) + counts
         confidence = (-profiles.partition(u)[0]).exp().clamp(max=1.0)
         bins = (confidence * NUM_BINS).long().clamp(max=NUM_BINS - 1)
         groups = documents % min(_NUM_GROUPS, self.num_documents)
@@ -71,17 +77,31 @@ class DocumentSums:
         """Add the gains of tokens to second order (N,) under a name."""
         self._sum(self.second_order, name, documents, gain)
 
+    def add_losses(self, name: str, documents: Tensor, losses: Tensor) -> None:
+        """Add losses of tokens (N,), which need not come from their profiles, under a name."""
+        self._sum(self.losses, name, documents, losses)
+
     def _sum(self, sums: dict[str, Tensor], name: str, documents: Tensor, values: Tensor) -> None:
         known = sums.setdefault(name, torch.zeros(self.num_documents, dtype=torch.float64))
         known.index_add_(0, documents, values.double())
 
+    def at_constant(self, tau: float) -> Tensor:
+        """Return the summed cross-entropy of every document at one temperature: (D,)."""
+        return self.profiles.cross_entropy(-math.log(tau))
+
     def add_constant(self, name: str, tau: float) -> None:
         """Compute the losses of all documents at one temperature, from their profiles, under a name."""
-        self.losses[name] = self.profiles.cross_entropy(-math.log(tau))
+        self.losses[name] = self.at_constant(tau)
 
     def mean_tau(self, name: str) -> float:
         """Return the mean temperature over all tokens."""
         return (self.tau[name].sum() / self.counts.sum()).item()
+
+    def tau_quantile(self, name: str, share: float) -> float:
+        """Return the temperature below which a share of the tokens lies, to half a per cent of itself."""
+        cumulative = self.histograms[name].flip(0).cumsum(0)  # from the smallest τ, which is the largest u
+        place = int((cumulative >= share * cumulative[-1]).nonzero()[0])
+        return math.exp(_LARGEST_LOG_TAU * (2.0 * (place + 0.5) / _NUM_BINS_OF_TAU - 1.0))
 
     def gain(self, name: str, over: str) -> Interval:
         """Return what `name` gains over `over`, in nats per token."""

@@ -5,9 +5,10 @@ loss at a temperature needs, because p = softmax(s) has
 
     f′(u) = E_p[s]      f″(u) = E_p[s] + Var_p[s]      cross-entropy(u) = f(u) − β·L̃_y      max p = exp(−f(u))
 
-A profile holds f, f′ and f″ at `NUM_NODES` temperatures that are evenly spaced in log τ over [1/8, 8]. Between two nodes
-f is the polynomial of degree five that agrees with these values (quintic Hermite interpolation). So 40 numbers stand for
-a row of V logits. Because the interpolation is linear in the values, a sum of profiles is the profile of the summed loss.
+A profile holds f, f′ and f″ at temperatures that are evenly spaced in log τ, `NUM_NODES` of them over [1/8, 8], or more that
+reach below 1/8. Between two nodes f is the polynomial of degree five that agrees with these values (quintic Hermite
+interpolation). So 40 numbers stand for a row of V logits. Because the interpolation is linear in the values, a sum of
+profiles is the profile of the summed loss: of all tokens of a text, or of each of its documents.
 
 Shapes: N rows (tokens), V effective vocabulary, J nodes.
 """
@@ -18,7 +19,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from tempnet.dro import shift_by_maximum
@@ -28,6 +28,7 @@ TAU_RANGE = (0.125, 8.0)
 NUM_NODES = 13
 NODES = torch.linspace(-math.log(TAU_RANGE[1]), -math.log(TAU_RANGE[0]), NUM_NODES, dtype=torch.float64)
 """Values of u = log β at the nodes; the middle one is τ = 1."""
+_FIRST = NODES[0].item()
 _STEP = (NODES[1] - NODES[0]).item()
 # Row i holds the coefficients of t⁰ … t⁵ of the i-th basis polynomial on [0, 1]; the polynomials belong to f, h·f′ and
 # h²·f″ at the left end, and to the same at the right end.
@@ -54,12 +55,12 @@ class Profiles:
     """L_y − max L: (N,)."""
 
     @classmethod
-    def of_logits(cls, logits: Tensor, targets: Tensor) -> Profiles:
+    def of_logits(cls, logits: Tensor, targets: Tensor, *, num_nodes: int = NUM_NODES) -> Profiles:
         """Compute the profiles of logits (N, V) with targets (N,) int64, in float32 at least."""
         shifted = shift_by_maximum(logits)
         values = []
-        for node in NODES.tolist():
-            scores = shifted * math.exp(node)
+        for number in range(num_nodes):
+            scores = shifted * math.exp(_FIRST + number * _STEP)
             weights = scores.exp()
             # The row's maximum contributes exp(0) = 1, so the partition is at least 1.
             partition = weights.sum(-1)
@@ -77,8 +78,9 @@ class Profiles:
         """Return f, f′ and f″, each (N,), at u = `log_beta`: (N,) or one number; u is clamped to the range of the nodes."""
         values = self.values
         u = torch.as_tensor(log_beta, dtype=values.dtype, device=values.device).expand(len(values))
-        place = ((u.clamp(NODES[0].item(), NODES[-1].item()) - NODES[0].item()) / _STEP).clamp(0.0, NUM_NODES - 1.0)
-        left = place.long().clamp(max=NUM_NODES - 2)
+        last = values.shape[1] - 1
+        place = ((u - _FIRST) / _STEP).clamp(0.0, last)
+        left = place.long().clamp(max=last - 1)
         t = place - left
         rows = torch.arange(len(values), device=values.device)
         scale = values.new_tensor([1.0, _STEP, _STEP**2])
@@ -104,7 +106,9 @@ class Profiles:
         return beta * self.target - mean, (second - mean).clamp(min=0.0)
 
     def best_constant(self) -> float:
-        """Return the u = log β at which the summed cross-entropy is smallest, in the range of the nodes."""
+        """Return the u = log β at which the summed cross-entropy is smallest, in the range of `NODES`."""
+        from scipy.optimize import minimize_scalar  # takes a third of a second, which a worker needs once, at its end
+
         total = self.sum()
         low, high = NODES[0].item(), NODES[-1].item()
 
@@ -113,6 +117,11 @@ class Profiles:
 
         inside = minimize_scalar(loss, bounds=(low, high), method="bounded", options={"xatol": 1e-7}).x
         return min((float(inside), low, high), key=loss)
+
+
+def num_nodes_down_to(tau_min: float) -> int:
+    """Return the number of nodes of a profile that reaches down to a temperature, at least `NUM_NODES`."""
+    return max(NUM_NODES, 1 + math.ceil((-math.log(tau_min) - _FIRST) / _STEP - 1e-9))
 
 
 def clamp_log_beta(log_beta: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tempnet.headroom.profile import Profiles
 from tempnet.models.output_head import OutputHead, find_output_head, output_weight
 from tempnet.models.packing import document_mask, takes_document_mask
 from tempnet.models.stored_base import StoredBase
@@ -27,6 +28,10 @@ from tempnet.softmax.linear import LinearLoss, linear_language_model_loss
 from tempnet.softmax.planning import supports
 from tempnet.softmax.reference import IGNORE_INDEX, language_model_loss, token_slopes
 from tempnet.statistics import TokenValues, token_statistics
+
+_NUM_ORACLE_TOKENS = 256
+NUM_PROFILED_LOGITS = 1 << 24
+"""Number of logits from which profiles are computed at a time (float32: 64 MiB per copy, of which there are five)."""
 
 
 class CausalLMOutput(TypedDict):
@@ -42,8 +47,11 @@ class CausalLMOutput(TypedDict):
     """Sums of `tempnet.statistics.TemperatureStatistics`; None if statistics were not requested."""
     entropy: Tensor | None
     """Entropies of the predictions at τ = 1 in nats: (B, T); None if statistics were not requested."""
-    logits: Tensor | None
-    """Logits of the first `num_oracle_tokens` valid tokens, float32: (n, V); None if statistics were not requested."""
+    cross_entropy_tau: Tensor | None
+    """Cross-entropies at τ in nats, 0 where the target is ignored: (B, T); None if statistics were not requested."""
+    profiles: tuple[Tensor, Tensor] | None
+    """Profiles of the N valid tokens (`tempnet.headroom.profile.Profiles`), values (N, J, 3) and targets (N,); None if no
+    nodes were requested."""
 
 
 class TemperatureCausalLM(nn.Module):
@@ -145,7 +153,8 @@ class TemperatureCausalLM(nn.Module):
         hidden: Tensor | None = None,
         num_targets: Tensor | float | None = None,
         with_statistics: bool = False,
-        num_oracle_tokens: int = 256,
+        oracle_rows: Tensor | None = None,
+        num_profile_nodes: int = 0,
     ) -> CausalLMOutput:
         """Compute the loss of one micro-batch.
 
@@ -157,7 +166,8 @@ class TemperatureCausalLM(nn.Module):
             num_targets: divisor of the sum over tokens, which should be the number of valid targets of the global
                 batch. By default it is the number of valid targets of this call.
             with_statistics: whether to return statistics.
-            num_oracle_tokens: number of valid tokens, from the first, for which the statistics contain the optimal τ*.
+            oracle_rows: (B, T) bool, the valid tokens for which the statistics contain the optimal τ*; None: the first 256.
+            num_profile_nodes: J, the number of nodes of the tokens' profiles; 0: without profiles. Needs statistics.
         """
         flat_targets = targets.flatten()
         if self.head is None:
@@ -183,13 +193,15 @@ class TemperatureCausalLM(nn.Module):
             "slopes": slopes.view_as(targets),
             "statistics": None,
             "entropy": None,
-            "logits": None,
+            "cross_entropy_tau": None,
+            "profiles": None,
         }
         if values is not None:
-            output["statistics"], output["logits"] = self.statistics(
-                contexts, flat_targets, tau.detach(), values, num_oracle_tokens
-            )
+            output["statistics"] = self.statistics(contexts, flat_targets, tau.detach(), values, oracle_rows)
             output["entropy"] = values.entropy.view_as(targets)
+            output["cross_entropy_tau"] = values.cross_entropy_tau.view_as(targets)
+            if num_profile_nodes:
+                output["profiles"] = self.profiles(contexts, flat_targets, num_profile_nodes)
         return output
 
     def _loss_from_logits(
@@ -233,21 +245,21 @@ class TemperatureCausalLM(nn.Module):
         targets: Tensor,
         tau: Tensor,
         values: TokenValues,
-        num_oracle_tokens: int = 256,
+        oracle_rows: Tensor | None = None,
         oracle: Oracle = optimal_temperature,
-    ) -> tuple[Tensor, Tensor]:
-        """Return sums of `tempnet.statistics.TemperatureStatistics`, and the logits of the first valid tokens (n, V).
+    ) -> Tensor:
+        """Return sums of `tempnet.statistics.TemperatureStatistics`.
 
         Args:
             contexts: (N, d or V) representations of the contexts, see :meth:`contexts`.
             targets: (N,) targets.
             tau: (N,) temperatures.
             values: values of the N tokens.
-            num_oracle_tokens: n, at most.
+            oracle_rows: (...) bool of N valid tokens, see :meth:`forward`.
             oracle: function that computes the optimal temperatures.
         """
-        oracle_rows = (targets != IGNORE_INDEX).nonzero().squeeze(-1)[:num_oracle_tokens]
-        oracle_logits = self.context_logits(contexts[oracle_rows])
+        is_valid = targets != IGNORE_INDEX
+        chosen = is_valid & (is_valid.cumsum(0) <= _NUM_ORACLE_TOKENS) if oracle_rows is None else oracle_rows.flatten()
         config = self.loss_config
         statistics = token_statistics(
             values,
@@ -257,10 +269,22 @@ class TemperatureCausalLM(nn.Module):
             rho=config.rho,
             tau_min=config.tau_min,
             tau_max=config.tau_max,
-            oracle_logits=oracle_logits,
+            oracle_rows=chosen,
+            oracle_logits=self.context_logits(contexts[chosen]),
             oracle=oracle,
         )
-        return statistics.sums, oracle_logits
+        return statistics.sums
+
+    @torch.no_grad()
+    def profiles(self, contexts: Tensor, targets: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
+        """Return the profiles of the valid tokens, values (n, J, 3) and targets (n,), some of their logits at a time."""
+        is_valid = targets != IGNORE_INDEX
+        size = max(1, NUM_PROFILED_LOGITS // self.vocab_size)
+        parts = [
+            Profiles.of_logits(self.context_logits(some), wanted, num_nodes=num_nodes)
+            for some, wanted in zip(contexts[is_valid].split(size), targets[is_valid].split(size), strict=True)
+        ]
+        return torch.cat([part.values for part in parts]), torch.cat([part.target for part in parts])
 
     def contexts(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Return a representation of every context, from which :meth:`context_logits` computes its logits.

@@ -67,7 +67,8 @@ class DistilledCausalLM(TemperatureCausalLM):
         hidden: Tensor | None = None,
         num_targets: Tensor | float | None = None,
         with_statistics: bool = False,
-        num_oracle_tokens: int = 256,
+        oracle_rows: Tensor | None = None,
+        num_profile_nodes: int = 0,
     ) -> CausalLMOutput:
         """Compute the loss of one micro-batch; arguments and result are those of `TemperatureCausalLM.forward`.
 
@@ -82,7 +83,8 @@ class DistilledCausalLM(TemperatureCausalLM):
                 targets,
                 num_targets=num_targets,
                 with_statistics=with_statistics,
-                num_oracle_tokens=num_oracle_tokens,
+                oracle_rows=oracle_rows,
+                num_profile_nodes=num_profile_nodes,
             )
         teacher = self.teacher.to(input_ids.device)
         contexts = self.contexts(input_ids, position_ids).flatten(0, 1)
@@ -104,16 +106,12 @@ class DistilledCausalLM(TemperatureCausalLM):
             "slopes": torch.zeros_like(tau).view_as(targets),
             "statistics": None,
             "entropy": None,
-            "logits": None,
+            "cross_entropy_tau": None,
+            "profiles": None,
         }
         if with_statistics:
             with torch.no_grad():
-                plain = super().forward(
-                    input_ids, position_ids, targets, with_statistics=True, num_oracle_tokens=num_oracle_tokens
-                )
-            output["statistics"], output["entropy"], output["logits"] = (
-                plain["statistics"],
-                plain["entropy"],
-                plain["logits"],
-            )
+                plain = super().forward(input_ids, position_ids, targets, with_statistics=True)
+            output["statistics"], output["entropy"] = plain["statistics"], plain["entropy"]
+            output["cross_entropy_tau"] = plain["cross_entropy_tau"]
         return output

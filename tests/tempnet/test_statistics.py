@@ -30,7 +30,7 @@ def sample() -> tuple[Tensor, Tensor, Tensor]:
 def statistics_of(logits: Tensor, targets: Tensor, tau: Tensor) -> TemperatureStatistics:
     return token_statistics(
         TokenValues.from_logits(logits, targets, tau), targets, tau, vocab_size=60, rho=RHO, tau_min=TAU_MIN,
-        tau_max=TAU_MAX, oracle_logits=logits[targets != -100],
+        tau_max=TAU_MAX, oracle_rows=targets != -100, oracle_logits=logits[targets != -100],
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ def calibrate_rho(job: Rho) -> None:
     config = _configure(job)
     start_ray()
     started = time.monotonic()
-    manifest = prepare_split(config, blocks_layout(config), "train")
+    manifest = prepare_split(config, blocks_layout(config, "train"), "train")
     values = calibrate(config, manifest, device_map=job.device_map, num_gpus=job.num_gpus)
     with open_export(job.output) as output:
         (output / "calibration.json").write_text(json.dumps(values, indent=1) + "\n")

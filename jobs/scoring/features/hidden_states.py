@@ -119,8 +119,10 @@ def prepare_hidden_states(config: LanguageModelConfig) -> list[Features]:
     config = resolve_paths(config)
     start_ray()
     base = refer_to_base(config)
-    layout = blocks_layout(config)
-    found = [features_of(config, prepare_split(config, layout, split), base) for split in ("train", "validation")]
+    found = [
+        features_of(config, prepare_split(config, blocks_layout(config, split), split), base)
+        for split in ("train", "validation")
+    ]
     # The same text may be given twice.
     distinct = list({features.directory: features for features in found}.values())
     for features in distinct:

@@ -9,7 +9,7 @@ from jobs.engine.config import RunSection, TrackingSection
 from jobs.scoring.config import LanguageModelPool, check_least, check_precision, check_share
 
 _OF_TEXT = (
-    "tokens_per_document", "max_documents", "context_length", "stride", "text_field", "part_characters",
+    "tokens_per_document", "end_of_document", "max_documents", "context_length", "stride", "text_field", "part_characters",
 )  # fmt: skip
 _OF_IMAGES = ("key_dot", "captions", "splits", "gallery_images", "gallery_seed")
 
@@ -47,6 +47,9 @@ class Headroom:
     above."""
     tokens_per_document: int = 1024
     """Number of tokens of a document that are measured, from its beginning."""
+    end_of_document: Literal["measured", "target", "ignored"] = "measured"
+    """Whether the end-of-text token after every document counts, as in training (data.end_of_document). measured: if the
+    model gives it a probability of 1 % or more, geometric mean over the ends of the documents."""
     max_documents: int = 0
     """Maximum number of documents read from each archive of text. 0: all."""
     context_length: int = 0

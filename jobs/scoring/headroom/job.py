@@ -53,8 +53,9 @@ def measure_headroom(config: Headroom) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for question, part in zip(questions, found, strict=True):
         values |= {question.name: part} if question.name else part
-    values |= {"folds": config.folds, **measurement.facts(), "settings": record}
-    said = "\n\n".join(summary(question, part) for question, part in zip(questions, found, strict=True))
+    values |= {"folds": config.folds, **measurement.facts(output, questions), "settings": record}
+    parts = zip(questions, found, tests, strict=True)
+    said = "\n\n".join(summary(question, part) + measurement.advice(test, question) for question, part, test in parts)
     digest = settings_digest(record)
 
     def write(directory: Path) -> None:
@@ -102,16 +103,21 @@ def resolve_measurement(config: Headroom) -> Measurement:
 def _run_tests(config: Headroom, output: str, questions: Sequence[Question]) -> list[HeadroomTest]:
     start_ray()
     num_threads = max(1, int(config.workers.cpus_per_worker))
-    run = ray.remote(num_cpus=config.workers.cpus_per_worker)(_run_test)
+    run = ray.remote(num_cpus=config.workers.cpus_per_worker)(run_test)
     tests: list[HeadroomTest] = ray.get(
-        [run.remote(output, question.files, config.folds, num_threads) for question in questions]
+        [run.remote(output, question, config.folds, num_threads) for question in questions]
     )
     return tests
 
 
-def _run_test(output: str, files: Sequence[str], num_folds: int, num_threads: int) -> HeadroomTest:
+def run_test(output: str, question: Question, num_folds: int, num_threads: int) -> HeadroomTest:
+    """Run the test that answers a question on its tables, in this process."""
     torch.set_num_threads(num_threads)
-    return run_headroom_test(lambda: read_measured(output, files), count_documents(output, files), num_folds=num_folds)
+    return run_headroom_test(
+        lambda: read_measured(output, question.files, with_end=question.with_end),
+        count_documents(output, question.files),
+        num_folds=num_folds,
+    )
 
 
 def _finite(value: Any) -> Any:

@@ -8,7 +8,7 @@ known only once they are prepared; all else is checked before Ray is started.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -43,6 +43,7 @@ from jobs.scoring.units import ScoringFailedError, UnitStore, Work, check_pool, 
 from jobs.tasks.base import naming_field
 from pipelines.images.prepare import PrepareImagesConfig, check_source, describe, prepare_images
 from pipelines.local_copy import local_copy
+from tempnet.headroom.run import HeadroomTest
 from tempnet.models.training_temperature import load_training_temperature
 
 PREPARED_DIRECTORY = "_prepared"
@@ -163,9 +164,13 @@ class PairMeasurement:
         """Returns everything that decides what is measured, without file locations and the batch size."""
         return self.settings.record()
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self, output: str, questions: Sequence[Question]) -> dict[str, Any]:
         """Returns the model's own temperature (None if it has none) and the size of a gallery."""
         return {"own_tau": self.settings.own_tau, "gallery_images": self.settings.gallery_images}
+
+    def advice(self, test: HeadroomTest, question: Question) -> str:
+        """Returns nothing: no command trains a TempNet for the retrieval cross-entropy of a gallery."""
+        return ""
 
     def measure(self, output: str) -> list[Question]:
         """Encode and measure what is missing in `output`, and return a question for each direction.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from tempnet.headroom.run import HeadroomTest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,8 @@ class Question:
     """Feature set → its name in the table."""
     unit_tau: float = 1.0
     """Temperature that the logits were divided by before they were measured: τ = 1 of the test is this temperature."""
+    with_end: bool = True
+    """Whether end-of-text tokens are among the predictions."""
     own_name: str
     """Name of the temperature at which the model predicts by itself, which is `unit_tau`; empty if it has none."""
 
@@ -60,5 +64,8 @@ class Measurement(Protocol):
             TooManyProblemsError: if too many records are unreadable.
         """
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self, output: str, questions: Sequence[Question]) -> dict[str, Any]:
         """Returns what headroom.json says of the data beside the figures."""
+
+    def advice(self, test: HeadroomTest, question: Question) -> str:
+        """Returns the command that realises what the test has found, with a line before it; empty if there is none."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
@@ -23,11 +24,21 @@ _ROWS_AT_ONCE = 4096
 _MAX_HALF = 65504.0
 
 
-def measured_table(tokens: Tokens, documents: np.ndarray, *, num_documents: int) -> pa.Table:
-    """Returns the table of the tokens of a part; `documents` (N,) holds the place of each token's document in the part."""
+def measured_table(
+    tokens: Tokens, documents: np.ndarray, *, num_documents: int, is_end: np.ndarray | None = None
+) -> pa.Table:
+    """Returns the table of the tokens of a part.
+
+    Args:
+        tokens: the N tokens.
+        documents: (N,) place of each token's document in the part.
+        num_documents: number of documents of the part.
+        is_end: (N,) bool, whether each token is the end-of-text token; None: none is.
+    """
     hidden = tokens.hidden.clamp(-_MAX_HALF, _MAX_HALF).half().numpy()
     columns = {
         "document": pa.array(documents.astype(np.int32)),
+        "is_end": pa.array(np.zeros(len(documents), dtype=bool) if is_end is None else is_end),
         "target": pa.array(tokens.profiles.target.float().numpy()),
         "margin": pa.array(tokens.margin.float().numpy()),
         "maximum": pa.array(tokens.maximum.float().numpy()),
@@ -37,17 +48,38 @@ def measured_table(tokens: Tokens, documents: np.ndarray, *, num_documents: int)
     return pa.table(columns).replace_schema_metadata({_NUM_DOCUMENTS: str(num_documents)})
 
 
-def read_measured(output: str, files: Sequence[str]) -> Iterator[tuple[Tokens, Tensor]]:
-    """Yields the tokens of all parts in order, with the number (N,) of each token's document among all documents."""
+def read_measured(output: str, files: Sequence[str], *, with_end: bool = True) -> Iterator[tuple[Tokens, Tensor]]:
+    """Yields the tokens of all parts in order, with the number (N,) of each token's document among all documents.
+
+    Args:
+        output: directory or URI of the tables.
+        files: names of the tables.
+        with_end: whether end-of-text tokens are among them.
+    """
     num_before = 0
     for file in files:
         filesystem, path = resolve(f"{output}/{file}")
         with filesystem.open_input_file(path) as stream:
             parquet = pq.ParquetFile(stream)
             for batch in parquet.iter_batches(batch_size=_ROWS_AT_ONCE):
+                if not with_end and "is_end" in batch.schema.names:
+                    batch = batch.filter(pc.invert(batch["is_end"]))
                 if batch.num_rows:
                     yield _tokens(batch), torch.from_numpy(batch["document"].to_numpy().astype(np.int64)) + num_before
             num_before += int(parquet.schema_arrow.metadata[_NUM_DOCUMENTS])
+
+
+def end_losses(output: str, files: Sequence[str]) -> Tensor:
+    """Returns the cross-entropies at τ = 1 of all end-of-text tokens: (n,)."""
+    found = [torch.empty(0, dtype=torch.float64)]
+    for file in files:
+        filesystem, path = resolve(f"{output}/{file}")
+        with filesystem.open_input_file(path) as stream:
+            for batch in pq.ParquetFile(stream).iter_batches(columns=["is_end", "profile", "target"]):
+                batch = batch.filter(batch["is_end"])
+                if batch.num_rows:
+                    found.append(_profiles(batch).cross_entropy(0.0))
+    return torch.cat(found)
 
 
 def count_documents(output: str, files: Sequence[str]) -> int:
@@ -60,13 +92,17 @@ def count_documents(output: str, files: Sequence[str]) -> int:
 
 
 def _tokens(batch: pa.RecordBatch) -> Tokens:
-    profile = _matrix(batch["profile"], np.float32).reshape(batch.num_rows, NUM_NODES, 3)
     return Tokens(
-        Profiles(torch.from_numpy(profile).double(), _vector(batch["target"])),
+        _profiles(batch),
         _vector(batch["margin"]),
         _vector(batch["maximum"]),
         torch.from_numpy(_matrix(batch["hidden"], np.float16)).double(),
     )
+
+
+def _profiles(batch: pa.RecordBatch) -> Profiles:
+    values = _matrix(batch["profile"], np.float32).reshape(batch.num_rows, NUM_NODES, 3)
+    return Profiles(torch.from_numpy(values).double(), _vector(batch["target"]))
 
 
 def _rows(matrix: np.ndarray) -> pa.Array:

@@ -10,25 +10,29 @@ Shapes: B windows, T positions of the longest window, N new tokens of a batch, d
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from jobs.engine.command_line import as_typed
 from jobs.engine.fields import absolute_path
 from jobs.engine.fingerprints import model_digest
 from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.headroom.questions import Question
-from jobs.scoring.headroom.tables import measured_table
+from jobs.scoring.headroom.tables import end_losses, measured_table
 from jobs.scoring.text_parts import Part, map_archives, part_files, token_arrays
-from jobs.scoring.text_sources import ReadingWindow, archive_sizes, batches, choose_windows, list_sources, windows_of
+from jobs.scoring.text_sources import archive_sizes, choose_windows, list_sources
 from jobs.scoring.units import Finished, to_parquet
 from jobs.tasks.base import naming_field
+from jobs.tasks.language_model.config import EndOfDocument
 from jobs.tasks.language_model.training_text import warn_of_known_text
 from pipelines.archives import Archive
 from pipelines.local_copy import is_directory, local_copy
@@ -36,18 +40,21 @@ from pipelines.sources import check_source
 from pipelines.storage import join
 from pipelines.text.reading import Document, readable_documents
 from pipelines.text.tokenization import document_start_id, load_tokenizer, tokenizer_digest
+from pipelines.text.windows import ReadingWindow, batches, windows_of
 from tempnet.base_model import load_base, read_config
 from tempnet.devices import DeviceMap, input_device, move_base
 from tempnet.headroom.features import Tokens
-from tempnet.headroom.profile import Profiles
+from tempnet.headroom.run import CONSTANT, HeadroomTest
 from tempnet.models.dual_encoder_config import IMAGE_ENCODER_DIRECTORY
 from tempnet.models.output_head import find_output_head
 from tempnet.precisions import loading_options
 from tempnet.weights import check_weight_files
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 # Maximum number of logits held in float32 at a time (64 MiB); a profile needs four copies.
 _NUM_LOGITS_AT_ONCE = 1 << 24
+# What the loss needs beside its range of τ to reach the figure of the test (docs/when.md).
+RECIPE = ("--temperature.input", "hidden")
 FEATURES = {"scalars": "scalars of the logits", "hidden": "hidden state", "both": "both"}
 
 
@@ -67,6 +74,7 @@ class HeadroomSettings:
     part_characters: int
     vocab_size: int
     bos_id: int
+    eos_id: int
     model_digest: str
     tokenizer_digest: str
     known_text: tuple[str, ...]
@@ -119,6 +127,7 @@ def resolve_settings(config: Headroom) -> tuple[HeadroomSettings, list[Archive]]
         part_characters=config.part_characters,
         vocab_size=len(tokenizer),
         bos_id=document_start_id(tokenizer),
+        eos_id=int(tokenizer.eos_token_id),
         model_digest=model_digest(config.model),
         tokenizer_digest=tokenizer_digest(tokenizer),
         known_text=tuple(known),
@@ -159,11 +168,18 @@ class Measurer:
         self._head = find_output_head(base)
 
     def __call__(self, part: Part) -> Finished:
-        """Make the table of a part, with one row per token."""
-        ids = [values[: self._settings.tokens_per_document] for values in token_arrays(part.table["token_ids"])]
+        """Make the table of a part, with one row per token.
+
+        A document that is read to its end ends with the end-of-text token, of which the test says whether it counts.
+        """
+        limit, end = self._settings.tokens_per_document, self._settings.eos_id
+        ids = [
+            values[:limit] if len(values) > limit else np.append(values, end)
+            for values in token_arrays(part.table["token_ids"])
+        ]
         tokens = self.measure(ids)
         documents = np.repeat(np.arange(len(ids)), [len(values) for values in ids])
-        table = measured_table(tokens, documents, num_documents=len(ids))
+        table = measured_table(tokens, documents, num_documents=len(ids), is_end=np.concatenate(ids) == end)
         return Finished(files={part.file: to_parquet(table)}, num_cases=table.num_rows)
 
     @torch.inference_mode()
@@ -218,14 +234,7 @@ class Measurer:
             chunk = self._head.logits(self._base, hidden, vocab_size).to(self._device, torch.float32)
         else:
             chunk = logits[at : at + len(hidden), :vocab_size].float()
-        profiles = Profiles.of_logits(chunk, targets)
-        top = chunk.topk(2, dim=-1).values
-        return Tokens(
-            Profiles(profiles.values.cpu(), profiles.target.cpu()),
-            (top[:, 0] - top[:, 1]).cpu(),
-            top[:, 0].cpu(),
-            hidden.float().cpu(),
-        )
+        return Tokens.of_logits(chunk, targets, hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,9 +271,52 @@ class TextMeasurement:
         """Returns everything that decides the measured tokens, without file locations and the batch size."""
         return self.settings.record(self.archives)
 
-    def facts(self) -> dict[str, Any]:
-        """Returns the names of the archives that the model was trained on."""
-        return {"known_text": list(self.settings.known_text)}
+    def facts(self, output: str, questions: Sequence[Question]) -> dict[str, Any]:
+        """Returns the names of the archives that the model was trained on, and what it says at documents' ends."""
+        (question,) = questions
+        end = measure_end(output, question.files)
+        return {
+            "known_text": list(self.settings.known_text),
+            "end_of_document": {**asdict(end), "is_target": question.with_end},
+        }
+
+    def question(self, output: str, files: Sequence[str]) -> Question:
+        """Returns the question that the tables answer; whether documents' ends count is measured on them."""
+        rule = self.config.end_of_document
+        end = measure_end(output, files)
+        if rule == "measured":
+            print(f"the end of a document is {end.describe()}")
+        return token_question(files, with_end=end.is_target if rule == "measured" else rule == "target")
+
+    def command(self, test: HeadroomTest, question: Question) -> str:
+        """Returns the command that trains a TempNet for what the test has found, on four fifths of the text."""
+        settings = self.settings
+        is_fp32 = settings.precision == "fp32"
+        options = {
+            "run.name": f"{Path(settings.model).name or 'model'}-tempnet",
+            "model.path": settings.model,
+            "data.train": settings.source,
+            "data.validation": "",
+            "data.context-length": str(min(settings.context_length, settings.tokens_per_document)),
+            "data.end-of-document": "target" if question.with_end else "ignored",
+            "temperature.loss": "proper",
+            "temperature.tau-max": f"{test.wanted_tau_max:g}",
+            "workers.precision": "fp32" if is_fp32 else "bf16",
+        }
+        if settings.precision in ("int8", "fp8"):
+            options["model.precision"] = settings.precision
+        preset = "frozen" if self.config.workers.use_gpu else "frozen-small"
+        words = [word for name, value in options.items() for word in (f"--{name}", value)]
+        return as_typed(["jobs.train_lm", preset, *words, *RECIPE])
+
+    def advice(self, test: HeadroomTest, question: Question) -> str:
+        """Returns the command with a line before it, unless nothing is to be gained."""
+        if 1000 * test.sums.gain(test.best_features, CONSTANT).high <= self.config.least_gain:
+            return ""
+        return (
+            "\n\nThis command trains a TempNet that realises it, on four fifths of the documents, and judges it on the "
+            f"others:\n\n{self.command(test, question)}"
+        )
 
     def measure(self, output: str) -> list[Question]:
         """Write the parts that are missing in `output`, and return the one question with all parts in order.
@@ -277,12 +329,20 @@ class TextMeasurement:
         records, _ = map_archives(
             self.settings, self.archives, output, self.config.workers, model, max_bad_share=self.config.max_bad_share
         )
-        return [token_question(part_files(records))]
+        return [self.question(output, part_files(records))]
 
 
-def token_question(files: Sequence[str]) -> Question:
+def measure_end(output: str, files: Sequence[str]) -> EndOfDocument:
+    """Returns what the model says at the ends of the documents, from its tables."""
+    losses = end_losses(output, files)
+    probability = math.exp(-losses.mean().item()) if len(losses) else 0.0
+    return EndOfDocument(probability=probability, num_documents=len(losses))
+
+
+def token_question(files: Sequence[str], *, with_end: bool = True) -> Question:
     """Returns the question that a language model is asked, with the names of its tables."""
     return Question(
+        with_end=with_end,
         name="",
         title="",
         files=tuple(files),

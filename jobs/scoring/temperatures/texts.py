@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from jobs.engine.fields import absolute_path
 from jobs.engine.fingerprints import model_digest, tempnet_digest
 from jobs.scoring.temperatures.config import PredictTemperaturesConfig
-from jobs.scoring.text_sources import ReadingWindow, archive_sizes, batches, choose_windows, list_sources, windows_of
+from jobs.scoring.text_sources import archive_sizes, choose_windows, list_sources
 from jobs.tasks.base import naming_field
 from pipelines.archives import Archive
 from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import document_start_id, load_tokenizer, tokenizer_digest
+from pipelines.text.windows import ReadingWindow, batches, windows_of
 from tempnet.base_model import read_config
 from tempnet.devices import DeviceMap, input_device, move_base
 from tempnet.inference import CachedFold, can_fold

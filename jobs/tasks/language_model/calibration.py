@@ -1,15 +1,23 @@
-"""Calibrates ρ on a base model: finds the ρ that gives a wanted mean optimal temperature on a sample of prepared text.
+"""What a run on a frozen base takes from the base itself, measured on a sample of prepared text before training.
 
-The calibration runs as a Ray task, or in this process where Ray is not running. The sample consists of blocks spread evenly
-over the data, which the model reads as in training. The result is stored as `calibration.json` in the run's directory, so
-that a continued run keeps its ρ.
+* ρ, so that the mean optimal temperature is a wanted one (`tempnet.calibration`);
+* the range of τ for the loss `proper`, from the headroom test (`tempnet.headroom.run.HeadroomTest.wanted_tau_max`);
+* whether the model knows the end of a document, so that the end is a target (:class:`EndOfDocument`).
+
+It is measured in a Ray task, or in this process where Ray is not running, on blocks spread evenly over the text, which the
+model reads as in training. The result is stored as `calibration.json` in the run's directory, so that a continued run keeps
+it, and without ρ also beside the prepared text, so that the trials of a sweep measure it once.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,104 +25,313 @@ import ray
 import torch
 from torch import Tensor
 
-from jobs.tasks.language_model.config import LanguageModelConfig
+from jobs.engine.resumption import whole_checkpoints
+from jobs.tasks.language_model.config import EndOfDocument, LanguageModelConfig, with_measured
 from jobs.tasks.language_model.models import autocast_dtype, build_base
 from jobs.tasks.language_model.validation import to_tensors
-from pipelines.storage import read_json
+from pipelines.local_copy import local_copy
+from pipelines.storage import read_json, write_json
 from pipelines.stream import Batch
 from pipelines.text.blocks import read_range
+from pipelines.text.features import Features, read_feature_range
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import IGNORE_INDEX, PackingConfig
 from pipelines.text.tokenization import load_tokenizer
-from tempnet.calibration import Calibration, calibrate_rho
+from tempnet.base_model import BaseReference
+from tempnet.calibration import calibrate_rho
 from tempnet.devices import input_device, move_base
-from tempnet.models.causal_lm import TemperatureCausalLM
+from tempnet.headroom.features import Tokens
+from tempnet.headroom.profile import Profiles
+from tempnet.headroom.run import run_headroom_test
+from tempnet.models.causal_lm import NUM_PROFILED_LOGITS, TemperatureCausalLM
+from tempnet.models.stored_base import HEAD_FILE, StoredBase
 from tempnet.softmax.config import TemperatureLossConfig
 
 CALIBRATION_FILE = "calibration.json"
+END, RANGE = "end_of_document", "tau_range"
+"""Keys of what is measured beside ρ."""
 
 # Number of logits that are in memory at a time while optimal temperatures are computed (float32: 256 MiB per copy).
 _NUM_LOGITS_AT_A_TIME = 1 << 26
+# Number of blocks that are looked through for documents' ends.
+_NUM_BLOCKS_FOR_ENDS = 64
+# The headroom test with hidden states takes the cube of their size in time; above this size it reads scalars alone.
+_MAX_HIDDEN_SIZE = 1024
 
 
-def read_or_calibrate(config: LanguageModelConfig, manifest: Manifest) -> dict[str, Any]:
-    """Return the calibration of a run as plain values: read from the run's directory, or computed now.
+def read_or_measure(
+    config: LanguageModelConfig,
+    text: Manifest,
+    base: BaseReference | None,
+    features: Features | None,
+    *,
+    needs_range: bool,
+) -> tuple[LanguageModelConfig, dict[str, Any]]:
+    """Return the configuration with everything that its base decides, and the record of what was measured.
 
-    This writes no file: the run's directory does not exist before the run's name is claimed, and a run whose
-    calibration fails must not claim it.
+    It is read from the run's directory, or measured now. This writes nothing there: the directory does not exist before
+    the run's name is claimed, and a run whose calibration fails must not claim it.
+
+    Args:
+        config: configuration of the run.
+        text: the prepared text to measure on.
+        base: the frozen base; None if the base is trained.
+        features: the hidden states of the text, if they are stored.
+        needs_range: whether the range of τ is to be measured.
 
     Raises:
         CalibrationError: if no ρ gives the wanted mean temperature.
     """
-    return read_json(f"{config.run.directory}/{CALIBRATION_FILE}") or calibrate(config, manifest)
+    directory = config.run.directory
+    record: dict[str, Any] = read_json(f"{directory}/{CALIBRATION_FILE}") or {}
+    needed = {END} if base is not None and config.data.end_of_document == "measured" else set()
+    needed |= {RANGE} if needs_range else set()
+    if needed - record.keys() and whole_checkpoints(directory):
+        # The run was begun by a version that measured neither.
+        record = {END: None, RANGE: None} | record
+    if missing := needed - record.keys():
+        record |= _measured_before_or_now(config, text, base, features, missing)
+    config = with_measured(config, record)
+    if config.temperature.needs_calibration and "rho" not in record:
+        record |= calibrate(config, text)
+    return with_measured(config, record), record
+
+
+def _measured_before_or_now(
+    config: LanguageModelConfig,
+    text: Manifest,
+    base: BaseReference | None,
+    features: Features | None,
+    missing: set[str],
+) -> dict[str, Any]:
+    """Return what is missing, from the file beside the prepared text, which is completed."""
+    key = [
+        base and base.digest, config.base_precision, config.data.attend_across_documents, config.data.end_of_document,
+        config.temperature.num_calibration_tokens, features is not None,
+    ]  # fmt: skip
+    name = hashlib.blake2b(json.dumps(key).encode(), digest_size=6).hexdigest()
+    file = f"{text.directory}/measured-{name}.json"
+    known: dict[str, Any] = read_json(file) or {}
+    if wanted := missing - known.keys():
+        known |= _in_task(config, text, features, sorted(wanted))
+        write_json(file, known)
+    return {name: known[name] for name in missing}
 
 
 def calibrate(
-    config: LanguageModelConfig, manifest: Manifest, *, device_map: str | None = None, num_gpus: int = 1
+    config: LanguageModelConfig, text: Manifest, *, device_map: str | None = None, num_gpus: int = 1
 ) -> dict[str, Any]:
-    """Compute a calibration without reading an earlier one; see :func:`read_or_calibrate`.
+    """Return the calibration of ρ as plain values, and the document's end if it is to be measured.
 
     Args:
         config: configuration of the run.
-        manifest: the prepared text.
+        text: the prepared text.
         device_map: "auto" to spread the base over the GPUs, else None.
         num_gpus: number of GPUs to reserve, if the configuration's workers use them.
     """
+    wanted = ["rho"]
+    if config.data.end_of_document == "measured" and config.model.is_frozen:
+        wanted = [END, *wanted]
+    return _in_task(config, text, None, wanted, device_map=device_map, num_gpus=num_gpus)
+
+
+def describe_measured(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield name and text of the lines that tell what was measured."""
+    if record.get(END):
+        yield "end", EndOfDocument(**record[END]).describe()
+    if record.get(RANGE):
+        found = record[RANGE]
+        yield (
+            "range of τ",
+            f"τ_max = {found['tau_max']:g}: on {found['num_tokens']:,} tokens the best constant is "
+            f"{found['best_constant']:.3f}, and the temperatures of the headroom test reach from {found['low']:.2f} to "
+            f"{found['high']:.2f}",
+        )
+    if "rho" in record:
+        yield (
+            "ρ",
+            f"{record['rho']:.4f} (target entropy {record['target_entropy']:.4f} nats): mean τ* {record['tau_mean']:.3f} ± "
+            f"{record['tau_std']:.3f} over {record['num_contexts']:,} contexts of the base model",
+        )
+
+
+def _in_task(
+    config: LanguageModelConfig,
+    text: Manifest,
+    features: Features | None,
+    wanted: list[str],
+    *,
+    device_map: str | None = None,
+    num_gpus: int = 1,
+) -> dict[str, Any]:
     if not ray.is_initialized():
-        return dataclasses.asdict(_calibrate(config, manifest.directory, device_map))
+        return _measure(config, text, features, wanted, device_map)
     workers = config.workers
-    task = ray.remote(num_cpus=workers.cpus_per_worker, num_gpus=num_gpus if workers.use_gpu else 0)(_calibrate)
+    task = ray.remote(num_cpus=workers.cpus_per_worker, num_gpus=num_gpus if workers.use_gpu else 0)(_measure)
     try:
-        return dataclasses.asdict(ray.get(task.remote(config, manifest.directory, device_map)))
+        found: dict[str, Any] = ray.get(task.remote(config, text, features, wanted, device_map))
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
+    return found
 
 
-def describe_calibration(values: dict[str, Any]) -> str:
-    """Return a calibration as one line of text for the terminal."""
-    return (
-        f"{values['rho']:.4f} (target entropy {values['target_entropy']:.4f} nats): mean τ* {values['tau_mean']:.3f} ± "
-        f"{values['tau_std']:.3f} over {values['num_contexts']:,} contexts of the base model"
-    )
-
-
-def _calibrate(config: LanguageModelConfig, directory: str, device_map: str | None) -> Calibration:
+def _measure(
+    config: LanguageModelConfig, text: Manifest, features: Features | None, wanted: list[str], device_map: str | None
+) -> dict[str, Any]:
+    """Measure what is wanted, with the base in this process."""
     if config.workers.num_threads:
         torch.set_num_threads(config.workers.num_threads)
-    tokenizer = load_tokenizer(config.tokenizer)
-    base = move_base(build_base(config, tokenizer, device_map=device_map), "cuda" if config.workers.use_gpu else "cpu")
-    module = TemperatureCausalLM(
-        base,
-        None,
-        TemperatureLossConfig(name="ce", rho=0.0),
-        vocab_size=len(tokenizer),
-        freeze_base=True,
-        attend_across_documents=config.data.attend_across_documents,
-        autocast_dtype=autocast_dtype(config),
-    )
-    settings = config.temperature
-    contexts = sample_contexts(module, Manifest.load(directory), settings.num_calibration_tokens, input_device(base))
-    size = max(1, _NUM_LOGITS_AT_A_TIME // len(tokenizer))
+    sampler = Sampler.create(config, text, features, device_map)
+    found: dict[str, Any] = {}
+    if END in wanted:
+        end = sampler.measure_end()
+        found[END] = dataclasses.asdict(end)
+        config = with_measured(config, found)
+    is_target = config.data.end_of_document != "ignored"
+    if RANGE in wanted:
+        found[RANGE] = sampler.measure_range(config.temperature.num_calibration_tokens, end_is_target=is_target)
+    if "rho" in wanted:
+        contexts = sampler.sample(config.temperature.num_calibration_tokens, end_is_target=is_target).contexts
+        size = max(1, _NUM_LOGITS_AT_A_TIME // sampler.module.vocab_size)
+        settings = config.temperature
+        calibration = calibrate_rho(
+            lambda: (sampler.logits(part) for part in contexts.split(size)),
+            sampler.module.vocab_size,
+            tau=settings.calibrated_tau,
+            tau_min=settings.tau_range[0],
+            tau_max=settings.tau_range[1],
+        )
+        found |= dataclasses.asdict(calibration)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Tokens that are spread evenly over a text."""
+
+    contexts: Tensor
+    """Hidden states (N, d), or logits (N, V) of a base whose logits are no product of them."""
+    targets: Tensor
+    """The tokens: (N,)."""
+    documents: Tensor
+    """Numbers that tell their documents apart: (N,)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampler:
+    """Reads blocks of a prepared text with a base, or their stored hidden states."""
+
+    module: TemperatureCausalLM
+    text: Manifest
+    features: Features | None
+    device: torch.device
+
+    @classmethod
+    def create(
+        cls, config: LanguageModelConfig, text: Manifest, features: Features | None, device_map: str | None = None
+    ) -> Sampler:
+        """Load the base of a run, or the output layer that is stored with its hidden states."""
+        tokenizer = load_tokenizer(config.tokenizer)
+        base: Any
+        if features is None:
+            base = build_base(config, tokenizer, device_map=device_map)
+            base = move_base(base, "cuda" if config.workers.use_gpu else "cpu")
+            device = input_device(base)
+        else:
+            base = StoredBase.load(Path(local_copy(f"{features.directory}/{HEAD_FILE}")))
+            device = torch.device("cuda" if config.workers.use_gpu else "cpu")
+            base.to(device)
+        module = TemperatureCausalLM(
+            base,
+            None,
+            TemperatureLossConfig(name="ce", rho=0.0),
+            vocab_size=len(tokenizer),
+            freeze_base=True,
+            attend_across_documents=config.data.attend_across_documents,
+            autocast_dtype=autocast_dtype(config),
+        )
+        return cls(module=module, text=text, features=features, device=device)
 
     @torch.no_grad()
-    def rows() -> Iterator[Tensor]:
-        for part in contexts.split(size):
-            yield module.context_logits(part)
+    def logits(self, contexts: Tensor) -> Tensor:
+        """Return the logits (n, V) of contexts."""
+        return self.module.context_logits(contexts)
 
-    return calibrate_rho(
-        rows, len(tokenizer), tau=settings.calibrated_tau, tau_min=settings.tau_min, tau_max=settings.tau_max
-    )
+    @torch.no_grad()
+    def read(self, row: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return contexts (T, d or V), targets (T,) and documents (T,) of a block."""
+        arrays: Batch = read_range(self.text, row, row + 1)
+        documents = torch.from_numpy(arrays["documents"][0] + (arrays["parts"] << 32))
+        if self.features is not None:
+            arrays = read_feature_range(self.features, row, row + 1)
+        batch = to_tensors(arrays, self.device)
+        if "hidden" in batch:
+            hidden = batch["hidden"].to(self.module.base.get_output_embeddings().weight.dtype)
+        else:
+            hidden = self.module.contexts(batch["input_ids"], batch["position_ids"])
+        return hidden[0], batch["targets"][0].to(hidden.device), documents
+
+    def sample(self, num_tokens: int, *, end_is_target: bool) -> Sample:
+        """Return `num_tokens` tokens, or fewer if the text has no more, spread evenly over the text."""
+        layout = self._layout
+        num_blocks = min(self.text.num_rows, math.ceil(1.25 * num_tokens / layout.context_length) + 1)
+        parts = []
+        for row in _spread(self.text.num_rows, num_blocks):
+            hidden, targets, documents = self.read(row)
+            is_valid = targets != IGNORE_INDEX
+            if not end_is_target:
+                is_valid &= targets != layout.eos_id
+            parts.append((hidden[is_valid], targets[is_valid], documents[is_valid.cpu()]))
+        contexts, targets, documents = (torch.cat(column) for column in zip(*parts, strict=True))
+        chosen = torch.tensor(_spread(len(targets), min(num_tokens, len(targets))))
+        return Sample(contexts=contexts[chosen], targets=targets[chosen], documents=documents[chosen])
+
+    def measure_end(self) -> EndOfDocument:
+        """Return what the model says at the ends of the documents in some blocks."""
+        sums, number = 0.0, 0
+        for row in _spread(self.text.num_rows, min(self.text.num_rows, _NUM_BLOCKS_FOR_ENDS)):
+            hidden, targets, _ = self.read(row)
+            logits = self.logits(hidden[targets == self._layout.eos_id])
+            sums += logits.log_softmax(-1)[:, self._layout.eos_id].double().sum().item()
+            number += len(logits)
+        return EndOfDocument(probability=math.exp(sums / number) if number else 0.0, num_documents=number)
+
+    def measure_range(self, num_tokens: int, *, end_is_target: bool) -> dict[str, float]:
+        """Return the range of τ that the headroom test on a sample asks for, and what it follows from."""
+        sample = self.sample(num_tokens, end_is_target=end_is_target)
+        size = max(1, NUM_PROFILED_LOGITS // self.module.vocab_size)
+        reads_hidden = self.module.head is not None and sample.contexts.shape[1] <= _MAX_HIDDEN_SIZE
+        parts = []
+        for contexts, targets in zip(sample.contexts.split(size), sample.targets.split(size), strict=True):
+            hidden = contexts.float() if reads_hidden else contexts.new_zeros(len(contexts), 1)
+            parts.append(Tokens.of_logits(self.logits(contexts), targets, hidden))
+        tokens = Tokens.join(parts, torch.arange(len(sample.targets)))
+        _, documents = torch.unique(sample.documents, return_inverse=True)
+        num_documents = int(documents.max()) + 1
+        if num_documents < 3:  # There are no folds, so that the best constant alone is known.
+            tau = math.exp(-tokens.profiles.best_constant())
+            low, high, tau_max = tau, tau, max(2.0, 2.0 * tau)
+        else:
+            doubled = tokens._replace(
+                profiles=Profiles(tokens.profiles.values.double(), tokens.profiles.target.double())
+            )
+            test = run_headroom_test(lambda: [(doubled, documents)], num_documents, num_folds=min(5, num_documents))
+            tau, (low, high), tau_max = test.tau, test.tau_quantiles, test.wanted_tau_max
+        return {
+            "tau_max": tau_max,
+            "best_constant": tau,
+            "low": low,
+            "high": high,
+            "num_tokens": len(sample.targets),
+            "num_documents": num_documents,
+        }
+
+    @property
+    def _layout(self) -> PackingConfig:
+        assert isinstance(self.text.layout, PackingConfig)
+        return self.text.layout
 
 
-@torch.no_grad()
-def sample_contexts(module: TemperatureCausalLM, manifest: Manifest, num_tokens: int, device: torch.device) -> Tensor:
-    """Return the hidden states (num_tokens, d) of blocks spread evenly over the data; fewer rows if the data are few."""
-    assert isinstance(manifest.layout, PackingConfig)
-    num_blocks = min(manifest.num_rows, math.ceil(1.25 * num_tokens / manifest.layout.context_length) + 1)
-    contexts: list[Tensor] = []
-    for index in np.linspace(0, manifest.num_rows - 1, num_blocks).astype(int).tolist():
-        arrays: Batch = read_range(manifest, index, index + 1)
-        batch = to_tensors(arrays, device)
-        hidden = module.contexts(batch["input_ids"], batch["position_ids"])
-        contexts.append(hidden[(batch["targets"] != IGNORE_INDEX).to(hidden.device)])
-    return torch.cat(contexts)[:num_tokens]
+def _spread(total: int, number: int) -> list[int]:
+    """Return `number` of the places 0 … total − 1, spread evenly from the first to the last."""
+    return np.linspace(0, total - 1, number).round().astype(int).tolist()

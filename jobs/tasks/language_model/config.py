@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from jobs.engine.checks import check_not_negative, check_positive
 from jobs.engine.config import TrainingConfig, ValidationSection
-from jobs.engine.fields import PATH, added_later, alternative, values_of
+from jobs.engine.fields import PATH, added_later, alternative, stands_for, values_of
 from jobs.engine.temperature import TempNetSection
 from jobs.tasks.language_model.distillation import DISTIL, DistillationSection
 from jobs.tasks.language_model.model_section import ModelSection
@@ -16,11 +17,46 @@ from jobs.tasks.text.config import TextSection
 from tempnet.network_config import TempNetConfig, TempNetOptions
 from tempnet.softmax.config import LOSS_KINDS, LossKind
 
+DEFAULT_TAU_MAX = 2.0
+LEAST_END_PROBABILITY = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndOfDocument:
+    """What a model says at the ends of documents, which decides whether the end is a target.
+
+    A model that was trained to end documents by another token, or by none, gives the end-of-text token next to no
+    probability. As a target it would then decide every figure: one token in a document with a cross-entropy of 26 nats
+    outweighs what temperatures do for all others. So the end is a target of a frozen base only if the geometric mean of the
+    probabilities that the model gives it at the ends of documents is at least 1 %. A model that is trained learns the end.
+    """
+
+    probability: float
+    """Geometric mean of the probabilities of the end-of-text token at the ends of documents."""
+    num_documents: int
+    """Number of these documents."""
+
+    @property
+    def is_target(self) -> bool:
+        """Whether the end is a target."""
+        return self.probability >= LEAST_END_PROBABILITY
+
+    def describe(self) -> str:
+        """Return one line of text that says what was measured and what follows."""
+        return (
+            f"{'a target' if self.is_target else 'no target'}: over the ends of {self.num_documents} documents the model "
+            f"gives the end-of-text token a probability of {self.probability:.2g} (geometric mean; "
+            f"{LEAST_END_PROBABILITY:g} or more make it one)"
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSection(TextSection):
     """The text, and how its documents are tokenised and packed into blocks."""
 
+    validation: str = field(default="", metadata=PATH)
+    """Validation text, in the same formats as `train`. If empty: a fifth of the documents of `train`, which training leaves
+    out."""
     tokenizer: str = field(default="", metadata=PATH)
     """Directory, URI or hub name of a Transformers fast tokenizer, or a tokenizer.json file. If empty: that of
     model.path, or else that of distillation.teacher."""
@@ -29,6 +65,21 @@ class DataSection(TextSection):
     attend_across_documents: bool = False
     """Whether a document attends to the documents before it in the same block. Required for models that cannot separate
     packed documents, such as those with recurrent layers."""
+    end_of_document: Literal["measured", "target", "ignored"] = field(
+        default="measured", metadata=added_later("measured")
+    )
+    """Whether the model is to predict the end-of-text token after every document. measured: if it is trained, or if a frozen
+    base knows the end: if it gives it a probability of 1 % or more, measured on the text (`EndOfDocument`)."""
+
+    @property
+    def validation_text(self) -> str:
+        """Path or URI of the text that holds the validation documents."""
+        return self.validation or self.train
+
+    @property
+    def predicts_end(self) -> bool:
+        """Whether the end of a document is a target, once it was measured where that is needed."""
+        return self.end_of_document != "ignored"
 
     def __post_init__(self) -> None:
         TextSection.__post_init__(self)
@@ -58,8 +109,9 @@ class TemperatureSection(TempNetSection):
     """The fixed temperature of the losses fixed and fixed_robust."""
     tau_min: float = 0.001
     """τ₀, the lower bound of the temperature."""
-    tau_max: float = 2.0
-    """τ_max, the upper bound of the temperature."""
+    tau_max: float | None = field(default=None, metadata=stands_for("upper_bound"))
+    """τ_max, the upper bound of the temperature. None: 2, or, for the loss proper on a frozen base, what the headroom test
+    on a sample of the text asks for (`tempnet.headroom.run`)."""
     input: Literal["logits", "hidden", "both"] = field(default="logits", metadata=added_later("logits"))
     """What the TempNet reads: the logits, as in the papers, the hidden state that they are computed from, or both."""
     path: str = field(default="", metadata=PATH)
@@ -85,16 +137,16 @@ class TemperatureSection(TempNetSection):
                 f"temperature.input = {self.input} needs temperature.transform and temperature.stop_gradient: hidden states "
                 "are read by the first layer, without a gradient"
             )
-        kind = self.kind
+        kind, (low, high) = self.kind, self.tau_range
         self.check_steering(
             has_learned_rho=kind.temperature == "tempnet" and kind.objective == "robust",
-            tau_min=self.tau_min,
-            tau_max=self.tau_max,
+            tau_min=low,
+            tau_max=high,
         )
-        if self.needs_calibration and not self.tau_min < self.calibrated_tau < self.tau_max:
+        if self.needs_calibration and not low < self.calibrated_tau < high:
             raise ValueError(
-                f"temperature.calibrated_tau = {self.calibrated_tau:g} must lie between tau_min = {self.tau_min:g} and "
-                f"tau_max = {self.tau_max:g}"
+                f"temperature.calibrated_tau = {self.calibrated_tau:g} must lie between tau_min = {low:g} and "
+                f"tau_max = {high:g}"
             )
 
     @property
@@ -128,13 +180,19 @@ class TemperatureSection(TempNetSection):
         return self.kind.temperature in ("oracle", "tempnet")
 
     @property
+    def upper_bound(self) -> float:
+        """τ_max, which is 2 where none is given or measured."""
+        return DEFAULT_TAU_MAX if self.tau_max is None else self.tau_max
+
+    @property
     def tau_range(self) -> tuple[float, float]:
         """The bounds τ₀ and τ_max of the temperature."""
-        return self.tau_min, self.tau_max
+        return self.tau_min, self.upper_bound
 
     def network_config(self, vocab_size: int, rho: float, state_size: int) -> TempNetConfig:
         """Return the configuration of a TempNet for a vocabulary (the tokenizer's) and hidden states of a given size."""
-        fields = {"tau_min": self.tau_min, "tau_max": self.tau_max, **values_of(self, TempNetOptions)}
+        low, high = self.tau_range
+        fields = {"tau_min": low, "tau_max": high, **values_of(self, TempNetOptions)}
         if self.input == "logits":
             return TempNetConfig.for_logits(vocab_size, rho=rho, **fields)
         if self.input == "hidden":
@@ -149,7 +207,7 @@ class BlockValidationSection(ValidationSection):
     num_blocks: int = 64
     """Number of validation blocks that are scored, counted from the first. 0: all blocks."""
     num_oracle_tokens: int = 4096
-    """Number of tokens per worker on which the final validation computes the regret and the best constant temperature."""
+    """Number of tokens, spread evenly over the blocks, on which the final validation of a robust loss computes the regret."""
 
     def __post_init__(self) -> None:
         ValidationSection.__post_init__(self)
@@ -209,6 +267,11 @@ class LanguageModelConfig(TrainingConfig):
         return self.model.precision or self.workers.resolved_precision
 
     @property
+    def has_measured_range(self) -> bool:
+        """Whether the range of τ is measured before training."""
+        return self.model.is_frozen and self.temperature.loss == "proper" and self.temperature.tau_max is None
+
+    @property
     def is_distilled(self) -> bool:
         """Whether the model learns from a teacher."""
         return self.temperature.loss == DISTIL
@@ -229,3 +292,20 @@ def with_rho(config: LanguageModelConfig, rho: float) -> LanguageModelConfig:
     return dataclasses.replace(
         config, temperature=dataclasses.replace(config.temperature, rho=rho, target_entropy=None)
     )
+
+
+def with_measured(config: LanguageModelConfig, record: Mapping[str, Any]) -> LanguageModelConfig:
+    """Return the configuration with what was measured on its base (`calibration.json`) in the place of defaults.
+
+    What a record holds None for, or lacks, has the value that it had before it was measured.
+    """
+    if "rho" in record and config.temperature.needs_calibration:
+        config = with_rho(config, float(record["rho"]))
+    data, temperature = config.data, config.temperature
+    if "end_of_document" in record and data.end_of_document == "measured":
+        end = record["end_of_document"]
+        is_target = end is None or EndOfDocument(**end).is_target
+        data = dataclasses.replace(data, end_of_document="target" if is_target else "ignored")
+    if record.get("tau_range"):
+        temperature = dataclasses.replace(temperature, tau_max=float(record["tau_range"]["tau_max"]))
+    return dataclasses.replace(config, data=data, temperature=temperature)

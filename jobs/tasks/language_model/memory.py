@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from jobs.engine.memory import training_memory
 from jobs.tasks.language_model.config import LanguageModelConfig
-from jobs.tasks.language_model.validation import MAX_LOGITS_KEPT
+from tempnet.models.causal_lm import NUM_PROFILED_LOGITS
 from tempnet.models.packing import document_mask
 from tempnet.precisions import bytes_saved
 from tempnet.softmax.planning import NUM_LOGITS_PER_CHUNK
@@ -44,8 +44,8 @@ def estimate_memory(
         accumulates=config.num_accumulation_steps > 1,
         activations=activations,
         loss=16.0 * chunk + hidden + bytes_per_weight * vocab_size * text.hidden_size,
-        # The last validation compares the TempNet with constants on some logits, of which there are eight copies.
-        validation=32.0 * min(config.validation.num_oracle_tokens * vocab_size, MAX_LOGITS_KEPT),
+        # The last validation computes the profiles of some tokens at a time, from five copies of their logits.
+        validation=20.0 * min(sizes[0] * sizes[1] * vocab_size, NUM_PROFILED_LOGITS),
     )
 
 

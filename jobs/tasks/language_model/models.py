@@ -117,8 +117,8 @@ def loss_config(config: LanguageModelConfig, vocab_size: int) -> TemperatureLoss
         name=settings.token_loss,
         rho=rho,
         tau=settings.tau,
-        tau_min=settings.tau_min,
-        tau_max=settings.tau_max,
+        tau_min=settings.tau_range[0],
+        tau_max=settings.tau_range[1],
     )
 
 

@@ -18,10 +18,10 @@ from jobs.engine.tracking import TrackedRun
 from jobs.tasks.base import BasePlan, count_parameters, naming_field, resolve_paths
 from jobs.tasks.language_model import report
 from jobs.tasks.language_model.base import check_eight_bits, refer_to_base
-from jobs.tasks.language_model.calibration import CALIBRATION_FILE, describe_calibration, read_or_calibrate
+from jobs.tasks.language_model.calibration import CALIBRATION_FILE, describe_measured, read_or_measure
 from jobs.tasks.language_model.config import LanguageModelConfig, with_rho
 from jobs.tasks.language_model.create import create_group_task, create_task
-from jobs.tasks.language_model.data import blocks_layout
+from jobs.tasks.language_model.data import blocks_layout, check_is_not_empty
 from jobs.tasks.language_model.features import features_to_read
 from jobs.tasks.language_model.memory import estimate_memory
 from jobs.tasks.language_model.models import base_shapes, check_teacher, check_tokenizer, resolve_rho, state_size
@@ -30,8 +30,9 @@ from jobs.tasks.text.data import describe_data, prepare_split, prepare_training_
 from pipelines.archives import Archive, list_archives
 from pipelines.local_copy import local_copy
 from pipelines.stream import READ_CPUS
+from pipelines.text.features import Features
 from pipelines.text.manifest import Manifest
-from pipelines.text.tokenization import load_tokenizer
+from pipelines.text.tokenization import document_start_id, load_tokenizer
 from tempnet.base_model import BASE_FILE
 from tempnet.network import TempNet
 from tempnet.rho import check_rho
@@ -47,6 +48,10 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
     """Size of the effective vocabulary, which is the tokenizer's."""
     rho: float | None
     """ρ in nats; None if it has yet to be calibrated."""
+    start: str
+    """The token that is read before every document."""
+    end: str
+    """The end-of-text token."""
     num_base_parameters: int
     """Number of parameters of the base model."""
     num_tempnet_parameters: int
@@ -69,8 +74,8 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
         return describe_plan(
             config,
             about={
-                "loss": f"{config.temperature.loss}, {self._describe_rho()}, "
-                f"τ in [{config.temperature.tau_min:g}, {config.temperature.tau_max:g}]",
+                "loss": f"{config.temperature.loss}, {self._describe_rho()}, {self._describe_range()}",
+                "documents": self._describe_documents(),
                 "batch": f"{config.optimizer.batch_size} blocks × {config.data.context_length} = {tokens} tokens: "
                 f"{config.workers.max_workers} workers × {config.num_accumulation_steps} micro-batches × "
                 f"{config.micro_batch_size} blocks",
@@ -89,6 +94,22 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
         if self.config.model.features:
             return " (frozen, its hidden states are read)"
         return " (frozen)" if self.config.model.is_frozen else ""
+
+    def _describe_range(self) -> str:
+        low, high = self.config.temperature.tau_range
+        if self.config.has_measured_range:
+            return f"τ in [{low:g}, τ_max], τ_max to be chosen by the headroom test on a sample of the text"
+        return f"τ in [{low:g}, {high:g}]"
+
+    def _describe_documents(self) -> str:
+        end = {
+            "measured": "a target if the base knows it, which is measured"
+            if self.config.model.is_frozen
+            else "a target",
+            "target": "a target",
+            "ignored": "no target",
+        }[self.config.data.end_of_document]
+        return f"read after {self.start!r}; the end, {self.end!r}, is {end}"
 
     def _describe_rho(self) -> str:
         settings = self.config.temperature
@@ -115,24 +136,27 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
                 that is now at model.path.
         """
         config = resolve_paths(self.config)
-        layout = blocks_layout(config)
-        train_data = prepare_training_text(config, layout)
-        validation_data = prepare_split(config, layout, "validation")
-        rho = self.rho
+        train_data = prepare_training_text(config, blocks_layout(config, "train"))
+        validation_data = prepare_split(config, blocks_layout(config, "validation"), "validation", check_is_not_empty)
         records: dict[str, Mapping[str, Any]] = {}
-        if rho is None:
-            assert isinstance(train_data, Manifest)  # the configuration refuses the other case
-            calibration = read_or_calibrate(config, train_data)
-            records[CALIBRATION_FILE] = calibration
-            rho = float(calibration["rho"])
-            print(f"{'ρ':<12} {describe_calibration(calibration)}", flush=True)
-        config = with_rho(config, rho)
         base = None
         if config.model.is_frozen:
             base = refer_to_base(config)
             records[BASE_FILE] = asdict(base)
         features = features_to_read(config, base, train_data, validation_data)
+        # While the training text is still being prepared, that of validation stands for it.
+        text = train_data if isinstance(train_data, Manifest) else validation_data
+        of_text = None if features is None else Features.load(features[text is validation_data], text)
+        config, measured = read_or_measure(config, text, base, of_text, needs_range=self.config.has_measured_range)
+        if measured:
+            records[CALIBRATION_FILE] = measured
+            for name, line in describe_measured(measured):
+                print(f"{name:<12} {line}", flush=True)
+        rho = resolve_rho(config, self.vocab_size)
+        assert rho is not None
+        config = with_rho(config, rho)
         target_entropy = math.log(self.vocab_size) - rho
+        tau_min, tau_max = config.temperature.tau_range
         data = refer_to(train_data), validation_data.directory, base, features
         return PreparedTask(
             create_task=partial(create_task, config, *data),
@@ -143,16 +167,18 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
                 "vocab_size": self.vocab_size,
                 "resolved.rho": rho,
                 "resolved.target_entropy": target_entropy,
+                "resolved.tau_max": tau_max,
+                "resolved.end_of_document": config.data.end_of_document,
             },
             data_sets={
                 "training": data_set(self.config.data.train, train_data.digest),
-                "validation": data_set(self.config.data.validation, validation_data.digest),
+                "validation": data_set(self.config.data.validation_text, validation_data.digest),
             },
             outcome={
                 "rho": rho,
                 "target_entropy": target_entropy,
-                "tau_min": config.temperature.tau_min,
-                "tau_max": config.temperature.tau_max,
+                "tau_min": tau_min,
+                "tau_max": tau_max,
                 "loss": config.temperature.loss,
             },
             records=records,
@@ -174,7 +200,7 @@ def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
     archives = {}
     for field in ("train", "validation"):
         with naming_field(f"data.{field}: "):
-            archives[field] = list_archives(getattr(config.data, field))
+            archives[field] = list_archives(getattr(config.data, field) or config.data.train)
     tokenizer = load_tokenizer(config.tokenizer)
     check_tokenizer(config, tokenizer)
     vocab_size = len(tokenizer)
@@ -208,6 +234,8 @@ def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
         config=config,
         vocab_size=vocab_size,
         rho=rho,
+        start=str(tokenizer.convert_ids_to_tokens(document_start_id(tokenizer))),
+        end=str(tokenizer.eos_token),
         num_base_parameters=num_base,
         num_tempnet_parameters=num_tempnet,
         memory=memory,
@@ -226,4 +254,5 @@ def check_is_new(config: LanguageModelConfig, archives: Mapping[str, list[Archiv
             )
         return
     for field, found in archives.items():
-        warn_of_known_text(config.model.path, getattr(config.data, field), found, field=f"data.{field}")
+        if text := getattr(config.data, field):
+            warn_of_known_text(config.model.path, text, found, field=f"data.{field}")

@@ -19,6 +19,7 @@ from jobs.engine.curves import draw_curves
 from jobs.engine.description import results
 from jobs.engine.tracking import TrackedRun
 from pipelines.text.tokenization import token_pieces
+from tempnet.softmax.config import LOSS_KINDS
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -27,21 +28,28 @@ import matplotlib.pyplot as plt
 # prediction at τ = 1, in nats.
 ColouredText = tuple[Sequence[str], Sequence[float], Sequence[float]]
 
-_CURVES = {
-    "loss (training objective)": ("train/loss",),
-    "cross-entropy, nats a token": (
-        "train/cross_entropy",
-        "train/cross_entropy_tau",
-        "validation/cross_entropy",
-        "validation/cross_entropy_tau",
-    ),
-    "τ": ("train/tau_q05", "train/tau_mean", "train/tau_q95", "train/tau_oracle_mean"),
-    "Spearman(τ, entropy at τ = 1)": ("train/tau_entropy_spearman",),
-}
+_OF_ROBUST_LOSS = (
+    "At the optimum of the robust loss every prediction has the same entropy, so a prediction that the model is certain of "
+    "gets a high τ, which evens it out, and an open one a low τ."
+)
+_OF_LIKELIHOOD = (
+    "Here τ was fitted to likelihood: a high τ stands where the model is surer than it should be, a low τ where it is not "
+    "sure enough. The order may be the opposite of that of the robust loss, which gives certain predictions a high τ."
+)
+_OF_ANY_LOSS = (
+    "What a high τ means depends on what the TempNet learned from. Under the robust loss certain predictions get a high τ, "
+    "because their entropy is raised to the wanted one; under likelihood (proper) or rewards the opposite may hold."
+)
+
+
+def is_robust(outcome: Mapping[str, Any]) -> bool:
+    """Return whether a run's loss is a robust one, whose figures have a ρ."""
+    kind = LOSS_KINDS.get(outcome["loss"])
+    return kind is not None and kind.objective == "robust"
 
 
 def summary_table(outcome: Mapping[str, Any]) -> str:
-    """Return the results of a run as text for the terminal."""
+    """Return the results of a run as text for the terminal; what belongs to ρ is shown for losses that have one."""
     scores, rivals = outcome["validation"], outcome["rivals"]
     rows = [
         ("validation perplexity at τ = 1", f"{math.exp(scores['cross_entropy']):.2f}"),
@@ -51,13 +59,16 @@ def summary_table(outcome: Mapping[str, Any]) -> str:
         ("standard deviation of τ", f"{scores['tau_std']:.3f}"),
         ("share of τ at τ₀ / τ_max", f"{scores['tau_share_lower_bound']:.2%} / {scores['tau_share_upper_bound']:.2%}"),
         ("Spearman(τ, entropy at τ = 1)", f"{scores['tau_entropy_spearman']:+.2f}"),
-        (
-            f"robust loss at the oracle's τ*, mean {rivals['oracle_tau_mean']:.3f}",
-            f"{rivals['robust/oracle_loss']:.4f}",
-        ),
-        ("regret: robust loss at τ above it", f"{rivals['robust/loss'] - rivals['robust/oracle_loss']:.4f}"),
-        ("ρ (target entropy)", f"{outcome['rho']:.4f} ({outcome['target_entropy']:.4f} nats)"),
     ]
+    if is_robust(outcome):
+        rows += [
+            (
+                f"robust loss at the oracle's τ*, mean {rivals['oracle_tau_mean']:.3f}",
+                f"{rivals['robust/oracle_loss']:.4f}",
+            ),
+            ("regret: robust loss at τ above it", f"{rivals['robust/loss'] - rivals['robust/oracle_loss']:.4f}"),
+            ("ρ (target entropy)", f"{outcome['rho']:.4f} ({outcome['target_entropy']:.4f} nats)"),
+        ]
     return results(rows, outcome, "tokens")
 
 
@@ -71,14 +82,30 @@ def write_report(
         title=f"{outcome['run']}: the temperature of every token",
         sections={"A validation passage": (tokens, passage["tau"], passage["entropy"])},
         summary=summary_table(outcome),
+        meaning=_OF_ROBUST_LOSS if is_robust(outcome) else _OF_LIKELIHOOD,
     )
     (directory / "tokens.html").write_text(page)
     _draw_histogram(directory / "histogram.png", outcome)
     if tracked:
-        draw_curves(directory / "curves.png", tracked, _CURVES, f"{outcome['run']}: ρ = {outcome['rho']:.3f}")
+        with_rho = is_robust(outcome)
+        title = f"{outcome['run']}: ρ = {outcome['rho']:.3f}" if with_rho else f"{outcome['run']}: {outcome['loss']}"
+        draw_curves(directory / "curves.png", tracked, _curves(with_rho=with_rho), title)
 
 
-def coloured_page(*, title: str, sections: Mapping[str, ColouredText], summary: str = "") -> str:
+def _curves(*, with_rho: bool) -> dict[str, tuple[str, ...]]:
+    names = "train/cross_entropy", "train/cross_entropy_tau", "validation/cross_entropy", "validation/cross_entropy_tau"
+    of_tau = "train/tau_q05", "train/tau_mean", "train/tau_q95", *(["train/tau_oracle_mean"] if with_rho else [])
+    return {
+        "loss (training objective)": ("train/loss",),
+        "cross-entropy, nats a token": names,
+        "τ": of_tau,
+        "Spearman(τ, entropy at τ = 1)": ("train/tau_entropy_spearman",),
+    }
+
+
+def coloured_page(
+    *, title: str, sections: Mapping[str, ColouredText], summary: str = "", meaning: str = _OF_ANY_LOSS
+) -> str:
     """Return a self-contained HTML page that colours every token by its τ, and shows τ and entropy on hover.
 
     The colour scale ranges from the 2 % to the 98 % quantile of τ. Tokens that make one character together are one span
@@ -88,6 +115,7 @@ def coloured_page(*, title: str, sections: Mapping[str, ColouredText], summary: 
         title: title of the page.
         sections: heading → text of every section.
         summary: text to show at the end of the page.
+        meaning: what a high τ means.
     """
     every_tau = np.array([value for _, taus, _ in sections.values() for value in taus])
     low, high = np.quantile(every_tau, [0.02, 0.98]) if len(every_tau) else (0.0, 1.0)
@@ -114,8 +142,7 @@ h1 {{ font-size: 1.4rem; }} h2 {{ font-size: 1.1rem; }}
 </style></head><body>
 <h1>{html.escape(title)}</h1>
 <p>The colour of a token is the temperature τ with which it was predicted; point at it for τ and for the entropy of the
-prediction at τ = 1. At the optimum of the robust loss every prediction is brought to the same entropy, so certain
-predictions get a high τ and open ones a low τ.</p>
+prediction at τ = 1. {html.escape(meaning)}</p>
 <p class="scale">{scale}</p>
 {"".join(body)}
 <pre>{html.escape(summary)}</pre>
@@ -154,7 +181,8 @@ def _draw_histogram(path: Path, outcome: Mapping[str, Any]) -> None:
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     axes.bar(edges[:-1], counts / max(1.0, counts.sum()), width=np.diff(edges), align="edge")
     axes.axvline(outcome["validation"]["tau_mean"], color="black", linestyle="--", label="mean τ")
-    axes.axvspan(0.7, 1.0, alpha=0.12, color="green", label="band of mean τ, 0.7 to 1.0")
+    if is_robust(outcome):
+        axes.axvspan(0.7, 1.0, alpha=0.12, color="green", label="band of mean τ, 0.7 to 1.0")
     axes.set(xlabel="τ", ylabel="share of tokens", title=f"{outcome['run']}: τ on validation text")
     axes.legend()
     figure.savefig(path, dpi=120)

@@ -18,7 +18,7 @@ from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.export import export_model
 from jobs.tasks.language_model.models import add_tempnet, build_base
 from jobs.tasks.language_model.task import LanguageModelTask
-from jobs.tasks.language_model.validation import Searches, to_tensors, validate
+from jobs.tasks.language_model.validation import to_tensors, validate
 from jobs.tasks.side_by_side import MembersTask
 from pipelines.stream import Batch
 from pipelines.text.tokenization import load_tokenizer
@@ -64,10 +64,10 @@ class SideBySideTask(MembersTask, LanguageModelTask):
         self.scored: list[list[LinearLoss]] | None = None
         """Losses of all members for every micro-batch of the validation blocks, at the present weights."""
         # The base is frozen, so that the logits of the validation blocks never change. With details there are more of them.
+        self.profiles: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.oracles: dict[bool, defaultdict[int, SharedOracle]] = {
             with_details: defaultdict(SharedOracle) for with_details in (False, True)
         }
-        self.searches = Searches()
         self._read_validation()
 
     def train_step(self, engine: Any, batch: Batch, *, step: int, num_units: int, with_statistics: bool) -> StepResult:
@@ -111,15 +111,17 @@ class SideBySideTask(MembersTask, LanguageModelTask):
         if self.scored is None:
             self.scored = self._score()
         module = self.modules[number]
-        stand_in: Any = ScoredModule(module, [losses[number] for losses in self.scored], self.oracles[with_details])
+        stand_in: Any = ScoredModule(
+            module, [losses[number] for losses in self.scored], self.oracles[with_details], self.profiles
+        )
         summary, details = validate(
             stand_in,
             self.validation,
             loss_config=module.loss_config,
+            vocab_size=module.vocab_size,
             micro_batch_size=self.config.micro_batch_size,
             num_oracle_tokens=self.config.validation.num_oracle_tokens if with_details else self.num_oracle_tokens,
             with_details=with_details,
-            searches=self.searches,
         )
         return summary, dataclasses.asdict(details) if details else None
 
@@ -162,7 +164,7 @@ class SideBySideTask(MembersTask, LanguageModelTask):
         found, oracle = [], SharedOracle()
         for module, own in zip(self.modules, losses, strict=True):
             assert own.values is not None
-            found.append(module.statistics(hidden, targets, own.tau, own.values, oracle=oracle)[0])
+            found.append(module.statistics(hidden, targets, own.tau, own.values, oracle=oracle))
         return found
 
     def _score(self) -> list[list[LinearLoss]]:
@@ -191,7 +193,7 @@ class SideBySideTask(MembersTask, LanguageModelTask):
         parts = [self._hidden(to_tensors(part, device)).cpu() for part in self._micro_batches(arrays)]
         hidden = torch.cat(parts)
         values = hidden.view(torch.int16) if hidden.dtype == torch.bfloat16 else hidden
-        return {"targets": arrays["targets"], "hidden": values.numpy()}
+        return {"hidden": values.numpy()} | {name: arrays[name] for name in ("targets", "documents")}
 
     def _micro_batches(self, arrays: Batch) -> Iterator[Batch]:
         size = self.config.micro_batch_size
@@ -206,31 +208,37 @@ class ScoredModule(SimpleNamespace):
         module: the module of a member.
         losses: its losses of all micro-batches.
         oracles: the oracle of every micro-batch.
+        profiles: the profiles of the micro-batches that are known, by number and nodes; the others are added.
     """
 
     def __init__(
-        self, module: TemperatureCausalLM, losses: list[LinearLoss], oracles: Mapping[int, SharedOracle]
+        self,
+        module: TemperatureCausalLM,
+        losses: list[LinearLoss],
+        oracles: Mapping[int, SharedOracle],
+        profiles: dict[tuple[int, int], tuple[Tensor, Tensor]],
     ) -> None:
         device = next(module.parameters()).device
-        super().__init__(module=module, device=device, losses=enumerate(losses), oracles=oracles)
+        super().__init__(module=module, device=device, losses=enumerate(losses), oracles=oracles, profiles=profiles)
 
-    def __call__(self, *, targets: Tensor, hidden: Tensor, num_oracle_tokens: int, **_: Any) -> dict[str, Any]:
+    def __call__(
+        self, *, targets: Tensor, hidden: Tensor, oracle_rows: Tensor, num_profile_nodes: int, **_: Any
+    ) -> dict[str, Any]:
         """Return what the module would return for the next micro-batch."""
         number, found = next(self.losses)
         assert found.values is not None
-        statistics, logits = self.module.statistics(
-            hidden.to(output_weight(self.module.base)[0].dtype).flatten(0, 1),
-            targets.flatten(),
-            found.tau,
-            found.values,
-            num_oracle_tokens,
-            self.oracles[number],
-        )
+        contexts, wanted = hidden.to(output_weight(self.module.base)[0].dtype).flatten(0, 1), targets.flatten()
+        key = number, num_profile_nodes
+        if num_profile_nodes and key not in self.profiles:
+            self.profiles[key] = self.module.profiles(contexts, wanted, num_profile_nodes)
         return {
             "tau": found.tau.view_as(targets),
-            "statistics": statistics,
+            "statistics": self.module.statistics(
+                contexts, wanted, found.tau, found.values, oracle_rows, self.oracles[number]
+            ),
             "entropy": found.values.entropy.view_as(targets),
-            "logits": logits,
+            "cross_entropy_tau": found.values.cross_entropy_tau.view_as(targets),
+            "profiles": self.profiles.get(key),
         }
 
 

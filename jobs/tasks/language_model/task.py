@@ -50,7 +50,7 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
 
     unit = "tokens"
     num_oracle_tokens = 256
-    """Tokens of a rank's part on which intermediate validations compute the optimal temperature (the oracle)."""
+    """Number of tokens on which intermediate validations compute the optimal temperature (the oracle)."""
     module: TemperatureCausalLM
 
     def __init__(
@@ -63,10 +63,16 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
         rank: int,
         world_size: int,
     ) -> None:
-        source: BlockSource | FeatureSource = BlockSource(manifest=train, cache_bytes=cache_for(config, train))
+        source: BlockSource | FeatureSource = BlockSource(
+            manifest=train, cache_bytes=cache_for(config, train), end_is_target=config.data.predicts_end
+        )
         reading: dict[str, Any] = {}
         if features is not None:
-            source = FeatureSource(features=features[0], cache_bytes=round(config.data.cache_gib * GIB))
+            source = FeatureSource(
+                features=features[0],
+                cache_bytes=round(config.data.cache_gib * GIB),
+                end_is_target=config.data.predicts_end,
+            )
             # Local files are memory-mapped, and a copy through Ray's object store would cost more than reading them.
             reading["num_readers"] = 0 if is_local(resolve(features[0].directory)[0]) else 1
         super().__init__(
@@ -109,6 +115,7 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
             self.config.validation.num_blocks,
             rank=self.rank,
             world_size=self.world_size,
+            end_is_target=self.config.data.predicts_end,
         )
 
     def _stored_base(self) -> StoredBase | None:
@@ -168,6 +175,7 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
             engine,
             self.validation,
             loss_config=self.module.loss_config,
+            vocab_size=self.module.vocab_size,
             micro_batch_size=self.config.micro_batch_size,
             num_oracle_tokens=self.config.validation.num_oracle_tokens if with_details else self.num_oracle_tokens,
             with_details=with_details,

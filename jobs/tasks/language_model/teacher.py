@@ -46,4 +46,5 @@ def teacher_temperature(config: LanguageModelConfig, rho: float) -> TeacherTempe
     settings = config.temperature
     if config.distillation.keep == "temperature":
         return TeacherTemperature(tau=settings.tau)
-    return TeacherTemperature(rho=rho, tau_min=settings.tau_min, tau_max=settings.tau_max)
+    tau_min, tau_max = settings.tau_range
+    return TeacherTemperature(rho=rho, tau_min=tau_min, tau_max=tau_max)

@@ -142,7 +142,7 @@ def cache_for(config: TextConfig, manifest: Manifest | GrowingManifest, split: s
 def _prepare_config(config: TextConfig, split: str) -> PrepareConfig:
     data = config.data
     return PrepareConfig(
-        source=getattr(data, split),
+        source=getattr(data, split) or data.train,
         tokenizer=config.tokenizer,
         text_field=data.text_field,
         max_bad_share=data.max_bad_share,

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import cross_entropy, normalize
 
 from jobs.engine import rivals
 from jobs.tasks.dual_encoder.scores import rivals as pair_rivals
+from jobs.tasks.language_model.validation import LearnedSums
 from jobs.tasks.language_model.validation import rivals as token_rivals
 from jobs.tasks.sentence_encoder.validation import rivals as span_rivals
 from tempnet.contrastive.config import ContrastiveLossConfig
+from tempnet.headroom.profile import Profiles
 from tempnet.oracle import optimal_temperature
 from tempnet.softmax.config import TemperatureLossConfig
 
@@ -39,8 +42,11 @@ def of_tokens(predict: Any, name: str = "dro") -> dict[str, Any]:
     targets = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
     config = TemperatureLossConfig(name=name, rho=1.8)
     tau = predict(optimal_temperature(logits, config.rho))
-    blocks = torch.arange(NUM_ROWS) // 10
-    return judged(token_rivals(logits, targets, tau, blocks, config), tau, config.kind.objective)
+    sums = LearnedSums({"documents": np.arange(NUM_ROWS) // 10, "targets": targets.numpy()}, 40)
+    profiles = Profiles.of_logits(logits, targets, num_nodes=40)
+    found = {"profiles": (profiles.values, profiles.target), "tau": tau}
+    sums.add(0, targets, found | {"cross_entropy_tau": cross_entropy(logits / tau[:, None], targets, reduction="none")})
+    return judged(token_rivals(sums, tau, config, NUM_TOKENS), tau, config.kind.objective)
 
 
 def mirrored(tau: Tensor) -> Tensor:
@@ -48,6 +54,7 @@ def mirrored(tau: Tensor) -> Tensor:
     return (2 * tau.mean() - tau).clamp(min=0.05)
 
 
+@pytest.mark.usefixtures("process_group")
 def test_temperatures_with_the_right_mean_and_the_wrong_spread_are_not_approved() -> None:
     assert of_tokens(lambda best: best)["temperature_verdict"] == BOTH
     assert of_tokens(mirrored)["temperature_verdict"] == NEITHER
@@ -58,6 +65,7 @@ def test_temperatures_with_the_right_mean_and_the_wrong_spread_are_not_approved(
     assert of_tokens(lambda best: best, "ts_ce")["temperature_verdict"] != BOTH
 
 
+@pytest.mark.usefixtures("process_group")
 def test_the_report_says_it_in_one_line_and_shows_the_losses() -> None:
     lines = dict(rivals.rows(of_tokens(mirrored)))
     assert lines["learned τ"] == f"{NEITHER} (robust loss on validation data)"
@@ -66,6 +74,29 @@ def test_the_report_says_it_in_one_line_and_shows_the_losses() -> None:
     lines = dict(rivals.rows(of_tokens(lambda best: torch.full_like(best, 0.9))))
     assert "the TempNet is constant" in lines["WARNING"]
     assert rivals.rows({"validation": {}}) == []  # This outcome is of a run without a TempNet.
+
+
+@pytest.mark.parametrize(
+    ("best", "at_bound", "said"),
+    [
+        (2.3, 0.9, "the best constant τ, 2.3, is capped by the range of τ, [0.001, 2]: raise temperature.tau-max = 2"),
+        (1.2, 0.2, "20.0% of the temperatures lie at the upper end of the range of τ, [0.001, 2]: raise"),
+        (0.001, 0.0, "the best constant τ, 0.001, is capped by the range of τ, [0.001, 2]: lower temperature.tau-min"),
+        (1.2, 0.0, ""),
+    ],
+)
+def test_a_warning_names_the_bound_that_holds_temperatures_back(best: float, at_bound: float, said: str) -> None:
+    figures = {f"cross_entropy/{name}_{key}": 1.0 for name in ("best_constant", "mean_shift")
+               for key in ("tau", "loss", "gain", "gain_half_width")}  # fmt: skip
+    scores = {"tau_mean": 2.0, "tau_std": 1e-3, "tau_share_upper_bound": at_bound}
+    outcome = {
+        "rivals": figures | {"cross_entropy/best_constant_tau": best, "cross_entropy/loss": 1.0}, "validation": scores,
+        "judged_by": "cross_entropy", "temperature_verdict": "constant", "tau_min": 0.001, "tau_max": 2.0,
+    }  # fmt: skip
+    *bounds, constant = [text for name, text in rivals.rows(outcome) if name == "WARNING"]
+    assert [text.startswith(said) for text in bounds] == ([True] if said else [])
+    assert ("learning-rate" in constant) == (not said)
+    assert "ρ" not in constant
 
 
 def test_a_gain_within_its_interval_is_none() -> None:

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 import torch.nn.functional as F
+from jobs.scoring.text_parts import read_parts
 from prediction_support import CONTEXT_LENGTH, VOCAB_SIZE, save_tiny_model, some_texts
 from transformers import AutoModelForCausalLM
 
 from jobs.scoring.headroom.config import Headroom
+from jobs.scoring.headroom.job import run_test
 from jobs.scoring.headroom.report import figures, table, verdict
 from jobs.scoring.headroom.tables import count_documents, measured_table, read_measured
-from jobs.scoring.headroom.texts import Measurer, resolve_settings, token_question
+from jobs.scoring.headroom.texts import Measurer, TextMeasurement, resolve_settings, token_question
 from jobs.scoring.units import UnitStore, to_parquet
+from jobs.tasks.language_model.config import EndOfDocument
+from jobs.tasks.language_model.validation import ValidationPart, validate
+from pipelines.text.packing import IGNORE_INDEX
+from pipelines.text.tokenization import load_tokenizer
+from pipelines.text.windows import WindowConfig
+from tempnet import TempNet, TempNetConfig
 from tempnet.headroom.features import Tokens
 from tempnet.headroom.profile import Profiles
-from tempnet.headroom.run import run_headroom_test
+from tempnet.headroom.run import CONSTANT, ONE, run_headroom_test
+from tempnet.models.causal_lm import TemperatureCausalLM
+from tempnet.softmax.config import TemperatureLossConfig
 
 
 @pytest.fixture(scope="module", params=[False, True])
@@ -101,3 +113,60 @@ def test_the_verdict_says_what_the_interval_says() -> None:
     assert f"{1000 * gain['mean']:.1f} ± {1000 * gain['half_width']:.1f}" in table(values, asked)
     assert verdict(test, asked, "hidden", least_gain=1000 * gain["mean"]).startswith("cannot be told: ")
     assert verdict(test, asked, "hidden", least_gain=1e4).startswith("not worth it: ")
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("with_end", [True, False])
+def test_a_runs_validation_has_the_numbers_of_the_headroom_test(model: Path, tmp_path: Path, *, with_end: bool) -> None:
+    """The same text, once as the job of the test measures it, once as a run validates on it, with other batches."""
+    texts = some_texts(12)
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    rule: Any = "target" if with_end else "ignored"
+    config = Headroom(model=str(model), text=str(tmp_path / "text.jsonl"), end_of_document=rule, folds=3)
+    measurement = TextMeasurement.resolve(config)
+    measure, files = Measurer(measurement.settings), []
+    for part in read_parts(measurement.settings, measurement.archives[0], 0, str(tmp_path), done=frozenset()):
+        UnitStore(str(tmp_path)).write(measure(part).files)
+        files.append(part.file)
+    promised = run_test(str(tmp_path), measurement.question(str(tmp_path), files), 3, 1)
+    ids = [np.array(load_tokenizer(str(model))(text, add_special_tokens=False).input_ids) for text in texts]
+    layout = WindowConfig(
+        context_length=CONTEXT_LENGTH, bos_id=0, eos_id=0, vocab_size=VOCAB_SIZE, stride=CONTEXT_LENGTH // 2
+    )
+    arrays = layout.unpack(pa.Table.from_batches(list(layout.rows(ids))))
+    if not with_end:
+        arrays["targets"][arrays["targets"] == 0] = IGNORE_INDEX
+    network = TempNet(TempNetConfig.for_logits(VOCAB_SIZE, rho=0.0, hidden_size=8, num_prototypes=4))
+    loss = TemperatureLossConfig(name="proper", rho=0.0)
+    base = AutoModelForCausalLM.from_pretrained(model)
+    module = TemperatureCausalLM(base, network, loss, vocab_size=VOCAB_SIZE, freeze_base=True).eval()
+    engine: Any = type(
+        "Engine", (), {"device": torch.device("cpu"), "__call__": lambda self, **batch: module(**batch)}
+    )()
+    with torch.no_grad():
+        scores, details = validate(
+            engine, ValidationPart(arrays=arrays, num_blocks=len(arrays["targets"])), loss_config=loss,
+            vocab_size=VOCAB_SIZE, micro_batch_size=3, num_oracle_tokens=4, with_details=True,
+        )  # fmt: skip
+    assert details is not None
+    sums, found = promised.sums, details.rivals
+    number = sum(len(values) + with_end for values in ids)
+    assert sums.counts.sum() == found["num_tokens"] == number
+    assert (sums.counts > 0).sum() == found["num_documents"] == 12
+    at_one = sums.losses[ONE].sum().item() / number
+    assert (scores["cross_entropy"], found["cross_entropy/tau_one_loss"]) == pytest.approx((at_one, at_one), rel=1e-6)
+    assert found["cross_entropy/best_constant_tau"] == pytest.approx(promised.tau, rel=1e-4)
+    at_best = sums.losses[CONSTANT].sum().item() / number
+    assert found["cross_entropy/best_constant_loss"] == pytest.approx(at_best, rel=1e-6)
+    gain = sums.gain(CONSTANT, ONE)
+    assert found["cross_entropy/tau_one_loss"] - at_best == pytest.approx(gain.mean, abs=1e-6)
+    assert "robust/loss" not in found
+
+
+def test_the_end_of_a_document_counts_where_the_model_knows_it() -> None:
+    known, unknown = (EndOfDocument(probability=value, num_documents=9) for value in (0.02, 5e-12))
+    assert known.is_target
+    assert not unknown.is_target
+    assert unknown.describe().startswith(
+        "no target: over the ends of 9 documents the model gives the end-of-text token"
+    )

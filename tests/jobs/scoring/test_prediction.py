@@ -22,9 +22,10 @@ from jobs.scoring.temperatures.config import PredictTemperaturesConfig
 from jobs.scoring.temperatures.pages import distinct_rows
 from jobs.scoring.temperatures.tables import Totals, document_table, encode_table, read_totals
 from jobs.scoring.temperatures.texts import Predictor, resolve_settings
-from jobs.scoring.text_sources import batches, list_sources, windows_of
+from jobs.scoring.text_sources import list_sources
 from jobs.scoring.units import UnitStore, part_file
 from pipelines.text.tokenization import load_tokenizer
+from pipelines.text.windows import batches, windows_of
 from tempnet.inference import can_fold
 from tempnet.network import PAIRED_DIRECTORY, TempNet
 

@@ -147,7 +147,7 @@ def test_the_rho_of_a_language_model_is_feasible(name: str) -> None:
     assert rho is not None
     check_rho(rho, vocabulary)
     assert config.temperature.network_config(vocabulary, rho, 8).input_size == vocabulary
-    assert (config.temperature.tau_min, config.temperature.tau_max) == (0.001, 2.0)
+    assert config.temperature.tau_range == (0.001, 2.0)
     if small:
         assert math.log(vocabulary) - rho == pytest.approx(config.temperature.target_entropy)
     else:

@@ -35,17 +35,21 @@ def test_a_constant_temperature_is_one_colour_and_tokens_of_a_character_one_span
     coloured_page(title="T", sections={})
 
 
-def test_the_table_shows_regret_and_perplexity() -> None:
+def test_the_table_shows_perplexity_and_what_belongs_to_the_loss() -> None:
     scores = dict.fromkeys(
         ("tau_mean", "tau_std", "tau_q05", "tau_q95", "tau_share_lower_bound", "tau_share_upper_bound",
          "tau_entropy_spearman", "cross_entropy", "cross_entropy_tau"), 1.0
     )  # fmt: skip
-    table = summary_table({
+    outcome = {
         "validation": scores, "rivals": {"robust/loss": 0.5, "robust/oracle_loss": 0.4, "oracle_tau_mean": 0.7},
-        "rho": 3.0, "target_entropy": 4.0, "loss": "ce", "tokens_per_second": 1000.0, "data_wait_share": 0.01,
+        "rho": 3.0, "target_entropy": 4.0, "loss": "dro", "tokens_per_second": 1000.0, "data_wait_share": 0.01,
         "num_steps": 10, "num_epochs": 0.5,
-    })  # fmt: skip
+    }  # fmt: skip
+    table = summary_table(outcome)
     assert "regret" in table
     assert "0.1000" in table
+    assert "ρ (target entropy)" in table
+    for loss in ("proper", "ce", "distil"):
+        assert not re.search("regret|ρ|robust", summary_table(outcome | {"loss": loss}))
     assert "2.72" in table  # The perplexity is e.
     assert "learned τ" not in table  # Plain cross-entropy learns no τ.

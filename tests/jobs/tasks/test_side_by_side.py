@@ -76,6 +76,7 @@ def make_batch(step: int) -> Batch:
         "input_ids": generator.integers(1, 250, (BATCH, LENGTH)),
         "position_ids": np.tile(np.arange(LENGTH), (BATCH, 1)),
         "targets": generator.integers(1, 250, (BATCH, LENGTH)),
+        "documents": np.repeat(np.arange(BATCH), LENGTH).reshape(BATCH, LENGTH),
     }
     batch["targets"][:, step % LENGTH] = IGNORE_INDEX
     return batch
@@ -166,6 +167,7 @@ def test_each_run_is_as_if_it_were_alone(
                 stand_in,
                 ValidationPart(arrays=make_batch(100), num_blocks=BATCH),
                 loss_config=module.loss_config,
+                vocab_size=module.vocab_size,
                 micro_batch_size=2,
                 num_oracle_tokens=config.validation.num_oracle_tokens,
                 with_details=True,

@@ -24,6 +24,7 @@ from tempnet.dro import robust_loss
 from tempnet.intervals import mean_interval
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.models.temperature_sentence_encoder import SpanOutput
+from tempnet.oracle import optimal_temperature
 from tempnet.softmax.config import TemperatureLossConfig
 
 LOSS = TemperatureLossConfig(name="dro", rho=1.5)
@@ -46,7 +47,8 @@ def blocks() -> dict[str, np.ndarray]:
     tokens = generator.integers(VOCABULARY, size=(2, NUM_BLOCKS, LENGTH))
     tokens[1][generator.random((NUM_BLOCKS, LENGTH)) < 0.3] = IGNORE_INDEX
     positions = np.tile(np.arange(LENGTH), (NUM_BLOCKS, 1))
-    return {"input_ids": tokens[0], "position_ids": positions, "targets": tokens[1]}
+    documents = np.arange(NUM_BLOCKS * LENGTH).reshape(NUM_BLOCKS, LENGTH) // 7 * 10  # across the ends of blocks
+    return {"input_ids": tokens[0], "position_ids": positions, "targets": tokens[1], "documents": documents}
 
 
 @torch.no_grad()
@@ -64,8 +66,8 @@ def validated(
     part = ValidationPart(arrays=arrays, num_blocks=NUM_BLOCKS)
     engine: Any = Engine()
     return validate(
-        engine, part, loss_config=LOSS, micro_batch_size=micro_batch_size, num_oracle_tokens=num_oracle_tokens,
-        with_details=with_details,
+        engine, part, loss_config=LOSS, vocab_size=VOCABULARY, micro_batch_size=micro_batch_size,
+        num_oracle_tokens=num_oracle_tokens, with_details=with_details,
     )  # fmt: skip
 
 
@@ -89,27 +91,44 @@ def test_the_rank_correlation_is_that_of_all_tokens(micro_batch_size: int) -> No
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("micro_batch_size", [1, 3])
-def test_rivals_are_those_of_all_tokens_by_block(micro_batch_size: int) -> None:
-    """If every token has an oracle temperature, the rivals' figures do not depend on the micro-batches either."""
+def test_rivals_and_regret_are_those_of_all_tokens_by_document(micro_batch_size: int) -> None:
+    """The reference has the logits of all tokens; profiles interpolate between temperatures."""
     arrays = blocks()
-    scores, details = validated(
-        arrays, micro_batch_size, num_oracle_tokens=micro_batch_size * NUM_BLOCKS * LENGTH, with_details=True
-    )
+    scores, details = validated(arrays, micro_batch_size, num_oracle_tokens=5, with_details=True)
     assert details is not None
     assert details.judged_by == "robust"
     found, is_valid = details.rivals, arrays["targets"] != IGNORE_INDEX
-    assert found["num_tokens"] == is_valid.sum()
-    assert found["robust/loss"] == pytest.approx(scores["robust_loss"], abs=1e-5)
-    assert found["cross_entropy/loss"] == pytest.approx(scores["cross_entropy_tau"], abs=1e-5)
-    assert found["robust/mean_shift_tau"] == pytest.approx(scores["tau_mean"], abs=1e-6)
     logits, targets, tau = predictions(arrays)
-    constant = robust_loss(logits, targets, float(tau.mean()), LOSS.rho)
-    gain = (constant - robust_loss(logits, targets, tau, LOSS.rho)).double()
-    assert found["robust/mean_shift_gain"] == pytest.approx(gain.mean().item(), abs=1e-6)
-    block_of = torch.from_numpy(is_valid.nonzero()[0])
-    assert found["robust/mean_shift_gain_half_width"] == pytest.approx(
-        mean_interval(gain, block_of).half_width, rel=1e-3
-    )
+    documents = torch.from_numpy(arrays["documents"][is_valid])
+    assert (found["num_tokens"], found["num_documents"]) == (is_valid.sum(), len(documents.unique()))
+
+    def losses(temperature: torch.Tensor | float) -> dict[str, torch.Tensor]:
+        temperature = torch.as_tensor(temperature).expand(len(tau))
+        return {
+            "robust": robust_loss(logits, targets, temperature, LOSS.rho).double(),
+            "cross_entropy": F.cross_entropy(logits / temperature[:, None], targets, reduction="none").double(),
+        }
+
+    order = torch.cartesian_prod(torch.arange(len(tau)), torch.arange(len(tau)))  # every τ at every token
+    every = {
+        "robust": robust_loss(logits[order[:, 0]], targets[order[:, 0]], tau[order[:, 1]], LOSS.rho),
+        "cross_entropy": F.cross_entropy(logits[order[:, 0]] / tau[order[:, 1], None], targets[order[:, 0]]),
+    }
+    for loss, own in losses(tau).items():
+        assert found[f"{loss}/loss"] == pytest.approx(own.mean().item(), abs=1e-5)
+        for constant in ("mean_shift", "best_constant"):
+            at = losses(found[f"{loss}/{constant}_tau"])[loss]
+            assert found[f"{loss}/{constant}_loss"] == pytest.approx(at.mean().item(), abs=2e-4)
+            gain = (found[f"{loss}/{constant}_gain"], found[f"{loss}/{constant}_gain_half_width"])
+            assert gain == pytest.approx(mean_interval(at - own, documents), abs=5e-4)
+        assert found[f"{loss}/shuffled_loss"] == pytest.approx(every[loss].double().mean().item(), abs=2e-3)
+        least = min(losses(value)[loss].mean().item() for value in np.geomspace(0.125, 2.0, 400))
+        assert losses(found[f"{loss}/best_constant_tau"])[loss].mean().item() <= least + 1e-4
+    assert found["robust/mean_shift_tau"] == pytest.approx(scores["tau_mean"], abs=1e-6)
+    # Five of the tokens, spread evenly, have an oracle.
+    chosen = torch.arange(1, 6) * len(tau) // 5 + (torch.arange(1, 6) * len(tau) % 5 > 0) - 1
+    regret = losses(tau)["robust"] - losses(optimal_temperature(logits, LOSS.rho))["robust"]
+    assert scores["regret"] == pytest.approx(regret[chosen].mean().item(), abs=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name, kind in LOSS_KINDS.items() if kind.temperature != "tempnet"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from pipelines.text.manifest import ArchiveEntry, Manifest, ShardEntry
 from pipelines.text.packing import IGNORE_INDEX, PackingConfig, pack_documents, unpack_blocks
+from pipelines.text.windows import WindowConfig
 
 BOS, EOS = 0, 1
 documents_strategy = st.lists(
@@ -40,18 +43,52 @@ def test_blocks_hold_every_document_once_in_order(documents: list[np.ndarray], c
     assert is_target[-1].sum() == (len(inputs) - 1) % context_length + 1
     owner = np.repeat(np.arange(len(documents)), [len(ids) + 1 for ids in documents])
     assert table.column("document").to_pylist() == owner[::context_length].tolist()
+    assert np.array_equal(arrays["documents"][is_target], owner)
     assert sum(table.column("num_tokens").to_pylist()) == len(inputs)
 
 
-def test_a_batch_of_blocks_can_be_sliced_and_taken() -> None:
+@given(
+    documents=documents_strategy, context_length=st.sampled_from([2, 3, 12]), stride=st.integers(1, 12),
+    num_windows=st.integers(0, 2),
+)  # fmt: skip
+def test_windows_predict_every_token_once_from_its_own_document(
+    documents: list[np.ndarray], context_length: int, stride: int, num_windows: int
+) -> None:
+    stride = min(stride, context_length)
+    layout = windows(context_length, stride, num_windows)
+    arrays = layout.unpack(pa.Table.from_batches(list(layout.rows(documents))))
+    found: dict[tuple[int, int], tuple[list[int], int]] = {}
+    for row, column in np.argwhere(arrays["targets"] != IGNORE_INDEX):
+        position, document = arrays["position_ids"][row, column], arrays["documents"][row, column]
+        read = arrays["input_ids"][row, column - position : column + 1].tolist()
+        assert (arrays["documents"][row, column - position : column + 1] == document).all()
+        number = sum(key[0] == document for key in found)
+        found[document, number] = read, arrays["targets"][row, column]
+    expected = {}
+    for document, ids in enumerate(documents):
+        stream = [BOS, *ids.tolist(), EOS]
+        for place in range(len(ids) + 1):
+            start = 0 if place < context_length else (place - context_length) // stride * stride + stride
+            expected[document, place] = stream[start : place + 1], stream[place + 1]
+    assert found == expected
+    if num_windows == 1:  # no block holds two documents
+        assert (arrays["documents"] == arrays["documents"][:, :1]).all()
+
+
+def windows(context_length: int, stride: int, num_windows: int = 0) -> WindowConfig:
+    return WindowConfig(**asdict(config(context_length)), stride=stride, num_windows=num_windows)
+
+
+@pytest.mark.parametrize("layout", [config(16), windows(16, 8)])
+def test_a_batch_of_blocks_can_be_sliced_and_taken(layout: PackingConfig) -> None:
     rng = np.random.default_rng(0)
     documents = [rng.integers(2, 90, size=size) for size in rng.integers(0, 60, size=200)]
-    table = pa.Table.from_batches(list(pack_documents(documents, config(16), num_blocks_per_batch=10)))
-    whole = unpack_blocks(table, config(16))
+    table = pa.Table.from_batches(list(layout.rows(documents)))
+    whole = layout.unpack(table)
     rows = rng.permutation(table.num_rows)[:50]
-    for name, value in unpack_blocks(table.take(pa.array(rows)), config(16)).items():
+    for name, value in layout.unpack(table.take(pa.array(rows))).items():
         assert np.array_equal(value, whole[name][rows]), name
-    for name, value in unpack_blocks(table.slice(7, 20), config(16)).items():
+    for name, value in layout.unpack(table.slice(7, 20)).items():
         assert np.array_equal(value, whole[name][7:27]), name
 
 

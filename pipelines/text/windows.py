@@ -1,0 +1,184 @@
+"""Windows: how documents are read where they are judged, so that every token is predicted exactly once.
+
+A document of n tokens t1 … tn is the stream [bos] t1 … tn. Reading stream positions 0 … n−1 gives the predictions of t1
+… tn, position n that of the document's end; position i predicts t(i+1). With a context of C positions and a stride of S,
+window k reads positions k·S … k·S + C − 1, and contributes the predictions that no earlier window has made: all C of the
+first window, the last S of every other. So every token but the first C is predicted from at least C − S + 1 preceding
+tokens. The positions of the windows do not depend on n: a truncated document gets the same predictions up to its end.
+
+Windows are read without adding a bos: only the first one starts with it. The blocks of training cut documents every T
+tokens of the whole text instead, so that a document's predictions depend on those before it; validation reads windows
+(`WindowConfig`), which gives each document the predictions that the headroom test gives it.
+
+Shapes: n blocks of T positions each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+
+from pipelines.text.packing import IGNORE_INDEX, PackingConfig, flat_values, list_values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadingWindow:
+    """Stream positions start … stop − 1 of a document; the positions from `first` on make new predictions."""
+
+    document: int
+    start: int
+    first: int
+    stop: int
+
+    @property
+    def num_positions(self) -> int:
+        """Number of positions that the model reads."""
+        return self.stop - self.start
+
+
+def windows_of(document: int, num_tokens: int, *, context_length: int, stride: int) -> list[ReadingWindow]:
+    """Returns the windows of one document, in order; a document without tokens has none.
+
+    Raises:
+        ValueError: if the stride is not in 1 … context_length.
+    """
+    if not 1 <= stride <= context_length:
+        raise ValueError(f"stride = {stride} must lie in 1 … {context_length}, the context length")
+    windows: list[ReadingWindow] = []
+    num_predicted = 0
+    while num_predicted < num_tokens:
+        start = len(windows) * stride
+        stop = min(start + context_length, num_tokens)
+        windows.append(ReadingWindow(document=document, start=start, first=num_predicted, stop=stop))
+        num_predicted = stop
+    return windows
+
+
+def default_stride(context_length: int) -> int:
+    """Returns the stride that is used where none is given: half of the context."""
+    return max(1, context_length // 2)
+
+
+def batches(windows: Sequence[ReadingWindow], batch_size: int) -> list[list[ReadingWindow]]:
+    """Returns the windows in batches of similar length, longest first, so that batches contain little padding."""
+    ordered = sorted(windows, key=lambda window: -window.num_positions)
+    return [ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowConfig(PackingConfig):
+    """Layout of blocks that hold whole windows of documents, one after another, and padding (see `Manifest.layout`)."""
+
+    kind: ClassVar[str] = "windows"
+    """Name of the layout in a manifest."""
+
+    stride: int
+    """S, the tokens between the starts of a long document's windows, 1 … T."""
+    num_windows: int = 0
+    """Largest number of windows in a block; 0: as many as there is room for."""
+
+    @property
+    def label(self) -> str:
+        """Part of the prepared directory's name that describes the layout."""
+        return f"{self.context_length}-windows"
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Arrow schema of a shard, which has one row per block."""
+        token = pa.uint16() if self.vocab_size <= 1 << 16 else pa.uint32()
+        return pa.schema(
+            {
+                "tokens": pa.list_(token, self.context_length),
+                "starts": pa.list_(pa.int32()),  # Positions at which windows start.
+                "skipped": pa.list_(
+                    pa.int32()
+                ),  # Of every window, the positions whose predictions an earlier one makes.
+                "following": pa.list_(token),  # Of every window, the target of its last position.
+                "documents": pa.list_(pa.int64()),  # Of every window, the number of its document within the part.
+                "num_tokens": pa.int32(),  # Positions that are no padding.
+                "document": pa.int64(),  # The first of `documents`.
+            }
+        )
+
+    def rows(self, documents: Iterable[np.ndarray]) -> Iterator[pa.RecordBatch]:
+        """Convert token arrays of documents to record batches of blocks, in the same order."""
+        blocks = self._blocks(self.choose(documents))
+        while chunk := list(itertools.islice(blocks, 256)):
+            yield self._to_record_batch(chunk)
+
+    def _blocks(self, documents: Iterable[np.ndarray]) -> Iterator[list[tuple[int, ReadingWindow, np.ndarray]]]:
+        """Yield the windows of every block, each with the number and the stream of its document."""
+        block: list[tuple[int, ReadingWindow, np.ndarray]] = []
+        room = self.context_length
+        for number, ids in enumerate(documents):
+            stream = np.concatenate([[self.bos_id], ids, [self.eos_id]])
+            # The end is a prediction, too; a reader may ignore it.
+            windows = windows_of(number, len(ids) + 1, context_length=self.context_length, stride=self.stride)
+            for window in windows:
+                if window.num_positions > room or (self.num_windows and len(block) == self.num_windows):
+                    yield block
+                    block, room = [], self.context_length
+                block.append((number, window, stream))
+                room -= window.num_positions
+        if block:
+            yield block
+
+    def _to_record_batch(self, blocks: Sequence[list[tuple[int, ReadingWindow, np.ndarray]]]) -> pa.RecordBatch:
+        tokens = np.full((len(blocks), self.context_length), self.eos_id, dtype=np.int64)
+        columns: dict[str, list[Any]] = {name: [] for name in self.schema.names if name != "tokens"}
+        for row, block in enumerate(blocks):
+            sizes = [window.num_positions for _, window, _ in block]
+            starts = np.cumsum([0, *sizes]).tolist()
+            for start, (_, window, stream) in zip(starts, block, strict=False):
+                tokens[row, start : start + window.num_positions] = stream[window.start : window.stop]
+            columns["starts"].append(starts[:-1])
+            columns["skipped"].append([window.first - window.start for _, window, _ in block])
+            columns["following"].append([int(stream[window.stop]) for _, window, stream in block])
+            columns["documents"].append([number for number, _, _ in block])
+            columns["num_tokens"].append(starts[-1])
+            columns["document"].append(block[0][0])
+        schema = self.schema
+        flat = pa.array(tokens.ravel()).cast(schema.field("tokens").type.value_type)
+        arrays = {name: pa.array(values, schema.field(name).type) for name, values in columns.items()}
+        arrays["tokens"] = pa.FixedSizeListArray.from_arrays(flat, self.context_length)
+        return pa.RecordBatch.from_arrays([arrays[name] for name in schema.names], schema=schema)
+
+    def unpack(self, blocks: pa.RecordBatch | pa.Table) -> dict[str, np.ndarray]:
+        """Convert stored blocks to arrays, as `PackingConfig.unpack` does; positions restart with every window."""
+        size, num_blocks = self.context_length, blocks.num_rows
+        input_ids = flat_values(blocks.column("tokens")).reshape(num_blocks, size).astype(np.int64)
+        lengths, starts = list_values(blocks.column("starts"))
+        skipped, following, documents = (
+            list_values(blocks.column(name))[1] for name in ("skipped", "following", "documents")
+        )
+        row = np.repeat(np.arange(num_blocks), lengths)
+        num_tokens = np.asarray(blocks.column("num_tokens").to_numpy(), dtype=np.int64)
+        is_last = np.append(row[1:] != row[:-1], True)[: len(row)]
+        stops = np.where(is_last, num_tokens[row], np.append(starts[1:], 0)[: len(row)])
+
+        def spread(values: np.ndarray) -> np.ndarray:
+            """Give every position the value of its window; padding has that of the last one."""
+            marks = np.zeros((num_blocks, size), dtype=np.int64)
+            marks[row, starts] = np.arange(len(row))
+            return values[np.maximum.accumulate(marks, axis=1)]
+
+        position_ids = np.arange(size) - spread(starts)
+        targets = np.concatenate([input_ids[:, 1:], input_ids[:, :1]], axis=1)
+        targets[row, stops - 1] = following
+        is_padding = np.arange(size) >= num_tokens[:, None]
+        targets[is_padding | (position_ids < spread(skipped))] = IGNORE_INDEX
+        return {
+            "input_ids": input_ids,
+            "position_ids": position_ids,
+            "targets": targets,
+            "documents": spread(documents),
+        }
+
+    def describe(self, num_rows: int, num_documents: int) -> str:
+        """Describe what is stored of `num_documents` documents, for a human reader."""
+        return f"all in {num_rows} blocks of {self.context_length}, uncut up to that length"
