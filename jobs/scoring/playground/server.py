@@ -5,7 +5,8 @@
     GET /generate?…      server-sent events: `tokens` for every step, then `end`; or `refused` with a message
 
 The standard library is enough for one person. A request that names another host is refused, so that no website can
-read the model through a name that leads to this machine.
+read the model through a name that leads to this machine; and so is one that another site's page has made, which could not
+read the answer, but would have the model compute. A connection that sends nothing is closed.
 """
 
 from __future__ import annotations
@@ -36,11 +37,19 @@ def make_server(config: PlaygroundConfig, playground: Playground) -> ThreadingHT
     Raises:
         OSError: if the port is taken.
     """
-    return ThreadingHTTPServer((HOST, config.port), partial(_Handler, config, playground))
+    try:
+        return ThreadingHTTPServer((HOST, config.port), partial(_Handler, config, playground))
+    except OSError as error:
+        raise type(error)(
+            f"port = {config.port} cannot be used ({error.strerror}): give another --port, or end what listens there"
+        ) from error
 
 
 class _Handler(BaseHTTPRequestHandler):
     """Answers the requests of the page; see the docstring of this module."""
+
+    # Seconds to wait for a request, or for the browser to take what it asked for. The base class reads this name.
+    timeout = 10.0
 
     def __init__(self, config: PlaygroundConfig, playground: Playground, *arguments: Any) -> None:
         self.config, self.playground = config, playground
@@ -52,6 +61,8 @@ class _Handler(BaseHTTPRequestHandler):
         host = (self.headers.get("Host") or "").rsplit(":", 1)[0]
         if host not in (HOST, "localhost"):
             self.send_error(HTTPStatus.FORBIDDEN, f"this server answers to {HOST} and localhost only")
+        elif self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):  # every browser says it
+            self.send_error(HTTPStatus.FORBIDDEN, "this server answers to its own page only")
         elif address.path == "/":
             self._send("text/html; charset=utf-8", _PAGE.read_bytes())
         elif address.path == "/about":

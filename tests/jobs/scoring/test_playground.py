@@ -9,6 +9,7 @@ import os
 import queue
 import shlex
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
@@ -22,6 +23,7 @@ from readme_support import PYTHON, lines_like
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from jobs.playground import main
+from jobs.scoring.playground import server as server_module
 from jobs.scoring.playground.config import PlaygroundConfig, Settings
 from jobs.scoring.playground.server import make_server
 from jobs.scoring.playground.streams import Playground
@@ -149,6 +151,21 @@ def test_what_cannot_be_generated_is_said(server: ThreadingHTTPServer, changes: 
     ((event, said),) = events(server, **changes)
     assert event == "refused"
     assert message in said
+
+
+def test_pages_of_others_and_half_requests_cost_nothing(
+    server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for site, status in (("cross-site", 403), ("same-site", 403), ("none", 200), ("same-origin", 200)):
+        assert get(server, "/about", **{"Sec-Fetch-Site": site})[0] == status
+    monkeypatch.setattr(server_module._Handler, "timeout", 0.2)
+    before = threading.active_count()
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as half:
+        half.sendall(b"GET /about HTTP/1.1\r\nHost: 127.0")
+        assert half.recv(100) == b""  # The server has closed the connection.
+    assert threading.active_count() <= before + 1
+    with pytest.raises(OSError, match=rf"port = {server.server_port} cannot be used .*another --port"):
+        make_server(PlaygroundConfig(model="x", port=server.server_port), None)  # type: ignore[arg-type]
 
 
 def test_the_page_asks_nobody_else(server: ThreadingHTTPServer) -> None:
