@@ -29,6 +29,7 @@ def run_command(
     from jobs.engine.failures import describe_continuation, describe_failure
     from jobs.engine.job import FatalTrainingError
     from jobs.engine.launch import train
+    from jobs.engine.lease import LostRunError
     from jobs.engine.preflight import check_plan
     from pipelines.problems import TooManyProblemsError
 
@@ -41,7 +42,7 @@ def run_command(
         outcome = train(plan, record_models=record_models)
     except (ValueError, OSError, TooManyProblemsError) as error:
         fail(str(error))
-    except FatalTrainingError as error:
+    except (FatalTrainingError, LostRunError) as error:
         fail(str(error), FAILED)
     except TrainingFailedError as error:
         # The error holds tracebacks of the workers; what a person needs is the last line.

@@ -32,17 +32,19 @@ from jobs.engine.ray_private import (
 from jobs.engine.resumption import find_resumption, registered_step
 from pipelines.store_errors import RefusedWriteError, explain_write, is_store
 
+# What stays so however often it is tried: no room is left, or the storage has become read-only or unreachable.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NO_STORAGE = {errno.EROFS, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN}
 _MAX_CHARACTERS = 300
 
 
 class DiskFullError(OSError):
-    """A file cannot be written: the disk is full, or a quota or the maximum size of a file is reached."""
+    """A file cannot be written: the disk is full, a quota is reached, or the storage is read-only or away."""
 
 
 @contextmanager
 def naming_full_disk(path: Path | str) -> Iterator[None]:
-    """Convert every error that a full disk causes inside the block into a :class:`DiskFullError` that names the path.
+    """Convert every error of a full disk, or of a storage that lets nothing be written, into one that names the path.
 
     Raises:
         DiskFullError: with the operating system's error number; any other error is raised unchanged.
@@ -58,11 +60,11 @@ def naming_full_disk(path: Path | str) -> Iterator[None]:
 
 
 def _no_room_number(error: BaseException | None) -> int:
-    """Return the operating system's error number if an error was caused by a full disk, else 0."""
+    """Return the operating system's error number if an error was caused by a full or lost disk, else 0."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        if isinstance(error, OSError) and error.errno in _NO_ROOM | _NO_STORAGE:
             return error.errno
-        for number in _NO_ROOM:
+        for number in _NO_ROOM | _NO_STORAGE:
             if f"(os error {number})" in str(error):  # format of safetensors, which is written in Rust
                 return number
         error = error.__cause__ or error.__context__  # torch raises another error while it handles the original one
@@ -156,7 +158,8 @@ def explain_end(error: TrainingFailedError, directory: str, *, max_wait_minutes:
         The explanation; empty if the decision was that of Ray Train's own policy.
     """
     if full := find_full_disk(error, directory):
-        remedy = "make room there"
+        is_away = any(full.startswith(os.strerror(number)) for number in _NO_STORAGE)
+        remedy = "see that it can be written again" if is_away else "make room there"
         reason = full
     elif refused := find_refused_write(error, directory):
         remedy = "see to that"

@@ -32,7 +32,7 @@ from typing import Any
 import psutil
 from pyarrow.fs import LocalFileSystem
 
-from pipelines.storage import create_directory, read_json, resolve, write_json
+from pipelines.storage import create_directory, exists, read_json, resolve, write_json
 
 LEASE_FILE = "lease.json"
 
@@ -43,6 +43,10 @@ _SECONDS_OF_CLOCK_ERROR = 2.0  # tolerance for the start time of a process, whic
 
 class RunIsTakenError(ValueError):
     """Another driver holds the lease of the run."""
+
+
+class LostRunError(RuntimeError):
+    """The directory of a run that trains is gone."""
 
 
 class Lease:
@@ -61,6 +65,8 @@ class Lease:
         self._owner = {"token": uuid.uuid4().hex, "host": platform.node(), "machine": _machine(), **_process()}
         self._num_beats = 0
         self._lost_to: dict[str, Any] | None = None
+        self._is_gone = self._was_claimed = False
+        self._missing_since = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
@@ -89,11 +95,16 @@ class Lease:
 
         Raises:
             RunIsTakenError: if another driver took the lease, which interrupted the block.
+            LostRunError: if the lease was deleted with the directory, which interrupted the block.
         """
         self._stop.set()
         self._thread.join()
         if self._lost_to is not None:
             raise self._taken(self._lost_to) from error
+        if self._is_gone:
+            raise LostRunError(
+                f"{self._directory} is gone: it was deleted, or its storage has vanished, while the run trained"
+            ) from error
         with suppress(OSError):  # a lease that is not deleted expires by itself
             if self._is_mine(self._read() or {}):
                 filesystem, path = resolve(self._uri)
@@ -123,8 +134,15 @@ class Lease:
         while not self._stop.wait(self._seconds_between_beats):
             try:
                 held = self._read()
+                if held is None:
+                    # What is written into a new directory would be checkpoints without their configuration.
+                    self._is_gone = self._look_for_directory()
+                else:
+                    self._missing_since = 0.0
+                    self._was_claimed = self._was_claimed or exists(f"{self._directory}/configuration.json")
                 if held is not None and not self._is_mine(held):
                     self._lost_to = held
+                if self._is_gone or self._lost_to:
                     main = threading.main_thread().ident
                     assert main is not None
                     signal.pthread_kill(main, signal.SIGINT)  # ends the run as Ctrl-C does
@@ -132,6 +150,16 @@ class Lease:
                 self._beat()
             except OSError:
                 continue  # the storage may come back before the lease expires
+
+    def _look_for_directory(self) -> bool:
+        """Return whether the directory is gone for good, and a new one in its place is of nobody.
+
+        A directory that is away, as a disk that is mounted again may be, has as long as an owner without heartbeats.
+        """
+        if not exists(self._directory):
+            self._missing_since = self._missing_since or time.monotonic()
+            return time.monotonic() - self._missing_since > self._seconds_to_expire
+        return self._was_claimed and not exists(f"{self._directory}/configuration.json")
 
     def _beat(self) -> None:
         self._num_beats += 1

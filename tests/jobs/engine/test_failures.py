@@ -162,7 +162,7 @@ def failed(*errors: Exception) -> list[TrainingFailedError]:
     return [*(group_error(_0=RuntimeError("peer"), _1=error) for error in errors), *map(ControllerError, errors)]
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ESTALE])
 def test_a_full_disk_is_no_reason_to_start_again(
     tmp_path: Path, number: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,7 +170,8 @@ def test_a_full_disk_is_no_reason_to_start_again(
     for error in (group_error(_0=RuntimeError("peer"), _1=full), ControllerError(full)):
         assert policy(tmp_path).make_decision(error) == FailureDecision.RAISE
         message = explain_end(error, str(tmp_path), max_wait_minutes=1.0)
-        assert message.startswith(f"{os.strerror(number)}: /runs/a/checkpoint-00000005. To continue, make room there")
+        remedy = "see that it can be written" if number in (errno.EROFS, errno.ESTALE) else "make room there"
+        assert message.startswith(f"{os.strerror(number)}: /runs/a/checkpoint-00000005. To continue, {remedy}")
     assert capsys.readouterr().out == ""
     other = group_error(_1=OSError(errno.EIO, "I/O error"))
     assert policy(tmp_path).make_decision(other) == FailureDecision.RETRY

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -15,7 +16,7 @@ import psutil
 import pytest
 
 from jobs.engine import lease
-from jobs.engine.lease import LEASE_FILE, Lease, RunIsTakenError, _machine, _process
+from jobs.engine.lease import LEASE_FILE, Lease, LostRunError, RunIsTakenError, _machine, _process
 from pipelines.storage import read_json
 
 
@@ -64,6 +65,26 @@ def test_it_is_renewed_and_given_up(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()  # The directory held only the lease, so it is removed with it.
     with fast(tmp_path / "run"):
         pass
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_run_whose_directory_is_deleted_ends(tmp_path: Path, comes_back: bool) -> None:
+    """It would go on into a directory without the configuration of its checkpoints, which a checkpoint makes anew."""
+    run = tmp_path / "run"
+
+    def lose() -> None:
+        with fast(run):
+            (run / "configuration.json").write_text("{}")
+            time.sleep(0.2)
+            shutil.rmtree(run)
+            if comes_back:
+                (run / "checkpoint-00000005").mkdir(parents=True)
+            with pytest.raises(KeyboardInterrupt):
+                time.sleep(20)
+
+    with pytest.raises(LostRunError, match=rf"{run} is gone: it was deleted"):
+        lose()
+    assert not (run / LEASE_FILE).exists()
 
 
 def test_the_second_driver_is_refused_while_the_first_lives(tmp_path: Path, first: subprocess.Popen[bytes]) -> None:
