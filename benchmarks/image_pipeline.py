@@ -100,7 +100,7 @@ def read_epoch(source: PairSource, batch_size: int, window_size: int, number: in
     windows = list(plan.windows(number * num_pairs, (number + 1) * num_pairs))
     for index, window in enumerate(windows):
         later = windows[index + 1].shards if index + 1 < len(windows) else ()
-        source.read_ahead(window.shards, later)
+        source.prefetch(window.shards, later)
         for start in range(window.start, window.stop, batch_size):
             places = np.arange(start, min(start + batch_size, window.stop))
             yield source.read(*plan.locate(window, places), number)

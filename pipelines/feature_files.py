@@ -171,7 +171,7 @@ class FeatureFiles:
         return {column.name: column.from_arrow(batch.column(column.name)) for column in self.columns}
 
 
-def read_ahead(
+def prefetch(
     kinds: Sequence[FeatureFiles], cache_bytes: int, now: Sequence[int], later: Sequence[int], before: Sequence[int]
 ) -> None:
     """Fetch the files of shards into the node's cache in the background (see `pipelines.stream.RemoteSource`).
@@ -182,7 +182,7 @@ def read_ahead(
         now, later, before: shards, see `pipelines.stream.RemoteSource`.
     """
     paths = [[path for files in kinds for path in files.paths_of(shards)] for shards in (now, later, before)]
-    range_reader(kinds[0].directory, cache_bytes).read_ahead(*paths, whole=True)
+    range_reader(kinds[0].directory, cache_bytes).prefetch(*paths, whole=True)
 
 
 def describe_bytes(num_bytes: int) -> str:

@@ -24,7 +24,7 @@ _WITHIN_PART = 0x70617274
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class ShuffleWindow:
     """Contiguous range of places whose items all lie in a few shards."""
 
     epoch: int
@@ -98,7 +98,7 @@ class StreamPlan:
         first = _first_shards(self.part_sizes)[number]
         return list(enumerate(self.shard_sizes[first : first + self.part_sizes[number]], start=first))
 
-    def windows(self, start: int, stop: int) -> Iterator[Window]:
+    def windows(self, start: int, stop: int) -> Iterator[ShuffleWindow]:
         """Yield the windows that contain the places start … stop−1, in order."""
         epoch, first = 0, 0
         if size := self.num_items_per_epoch:
@@ -114,7 +114,7 @@ class StreamPlan:
             first += self.num_items_per_epoch
             epoch += 1
 
-    def epoch(self, epoch: int, first: int) -> Iterator[Window]:
+    def epoch(self, epoch: int, first: int) -> Iterator[ShuffleWindow]:
         """Yield the windows of one epoch, whose first place is `first`, in order; windows without items are omitted."""
         group: list[tuple[int, int]] = []
         index = num_items = 0
@@ -151,7 +151,7 @@ class StreamPlan:
         """
         return max(sum(shard_bytes[shard] for shard in window.shards) for window in self.epoch(0, 0))
 
-    def locate(self, window: Window, places: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, window: ShuffleWindow, places: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the shard numbers and the rows in them, each (n,), of n places, which must all lie in the window."""
         permutation, bounds = _window_order(self.seed, window)
         chosen = permutation[np.asarray(places) - window.start]
@@ -165,13 +165,13 @@ def _first_shards(part_sizes: tuple[int, ...]) -> list[int]:
     return [0, *itertools.accumulate(part_sizes)]
 
 
-def _make_window(epoch: int, index: int, start: int, group: Sequence[tuple[int, int]]) -> Window:
+def _make_window(epoch: int, index: int, start: int, group: Sequence[tuple[int, int]]) -> ShuffleWindow:
     shards, sizes = zip(*group, strict=True)
-    return Window(epoch=epoch, index=index, start=start, shards=shards, sizes=sizes)
+    return ShuffleWindow(epoch=epoch, index=index, start=start, shards=shards, sizes=sizes)
 
 
 @lru_cache(maxsize=4)
-def _window_order(seed: int, window: Window) -> tuple[np.ndarray, np.ndarray]:
+def _window_order(seed: int, window: ShuffleWindow) -> tuple[np.ndarray, np.ndarray]:
     """Return the permutation of a window's items, and the index of each shard's first item in the unpermuted order."""
     permutation = np.random.default_rng([seed, window.epoch, window.index]).permutation(window.num_items)
     return permutation, np.concatenate([[0], np.cumsum(window.sizes)[:-1]]).astype(np.int64)

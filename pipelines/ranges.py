@@ -23,7 +23,7 @@ _NUM_OPEN_FILES = 64
 # An object that is open takes no file descriptor, but opening it takes a request.
 _NUM_OPEN_OBJECTS = 4096
 _NUM_THREADS = 16
-_NUM_THREADS_AHEAD = 4
+_NUM_PREFETCH_THREADS = 4
 _MAX_BYTES_AT_A_TIME = 2**26
 # Paths that are read now, that are read next, and that were read before.
 _Request = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
@@ -61,7 +61,7 @@ class RangeReader:
         self._pool: ThreadPoolExecutor | None = None
         if not is_local(filesystem):
             self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="ranges")
-        self._ahead = ReadAhead()
+        self._prefetcher = Prefetcher()
         # What was last asked for; None if there was no room for all of it, so that it is tried again. The lock keeps what
         # was begun for one request from ending, or from coming before, the one that has replaced it.
         self._request: _Request | None = None
@@ -117,7 +117,7 @@ class RangeReader:
             mapped = mmap.mmap(whole.fileno(), 0, access=mmap.ACCESS_READ)
             return pa.py_buffer(mapped).slice(0, remote.size)
 
-    def read_ahead(
+    def prefetch(
         self, now: Sequence[str], later: Sequence[str] = (), before: Sequence[str] = (), *, whole: bool = False
     ) -> None:
         """Fetch files into the cache in the background, in this order. Without a cache, nothing is done.
@@ -143,9 +143,9 @@ class RangeReader:
                 now=frozenset(name_object(self._filesystem, path) for path in now),
                 near=frozenset(name_object(self._filesystem, path) for path in (*later, *before)),
             )
-            self._ahead.request([partial(self._begin_ahead, request, files, whole)] if files else [])
+            self._prefetcher.request([partial(self._begin_prefetch, request, files, whole)] if files else [])
 
-    def _begin_ahead(self, request: _Request, paths: Sequence[str], whole: bool) -> None:
+    def _begin_prefetch(self, request: _Request, paths: Sequence[str], whole: bool) -> None:
         """Let the blocks of the first file be fetched and then those of the others, unless the request was replaced.
 
         A file is begun when all blocks of those before it are: what is read later must not take the room of what is
@@ -153,23 +153,23 @@ class RangeReader:
         """
         calls: list[Callable[[], object]] = []
         with suppress(OSError):  # Whoever reads the file gets the error.
-            calls += self._calls_ahead(request, paths[0], whole)
+            calls += self._prefetch_calls(request, paths[0], whole)
         if len(paths) > 1:
-            calls.append(partial(self._begin_ahead, request, paths[1:], whole))
+            calls.append(partial(self._begin_prefetch, request, paths[1:], whole))
         with self._lock:
             if self._request == request:
-                self._ahead.insert(calls)
+                self._prefetcher.insert(calls)
 
-    def _calls_ahead(self, request: _Request, path: str, whole: bool) -> Iterator[Callable[[], object]]:
+    def _prefetch_calls(self, request: _Request, path: str, whole: bool) -> Iterator[Callable[[], object]]:
         """Yield the functions that fetch the blocks of a file ahead, in order."""
-        remote, fetch = self._open(path), partial(self._fetch_ahead, request)
+        remote, fetch = self._open(path), partial(self._prefetch_block, request)
         if whole:
             yield partial(fetch, f"{remote.key}-whole", remote.size, partial(self._get_file, path))
             return
         for block in range(remote.num_blocks):
             yield partial(fetch, *self._block(path, block), partial(self._get_block, path, block))
 
-    def _fetch_ahead(self, request: _Request, name: str, num_bytes: int, fetch: Callable[[], bytes]) -> None:
+    def _prefetch_block(self, request: _Request, name: str, num_bytes: int, fetch: Callable[[], bytes]) -> None:
         """Fetch a block, or give up what is still to be fetched for the request if there is no room for this one.
 
         A thread that fetches for a newer request leaves the block to this one, which may have found no room only by what
@@ -179,7 +179,7 @@ class RangeReader:
         while not self._cache.fetch(name, num_bytes, fetch):
             with self._lock:
                 if self._request == request:
-                    self._ahead.request([])
+                    self._prefetcher.request([])
                     self._request = None
                 if self._request is None or self._cache.needs.of(name) is Need.NONE:
                     return
@@ -227,7 +227,7 @@ class RangeReader:
         return b"".join(self._get_block(path, block) for block in range(self._open(path).num_blocks))
 
 
-class ReadAhead:
+class Prefetcher:
     """A few threads that call functions in order; the end of the program waits for no more than those that have begun."""
 
     def __init__(self) -> None:
@@ -249,7 +249,7 @@ class ReadAhead:
 
     def _start(self) -> None:
         with self._lock:
-            while self._num_threads < min(_NUM_THREADS_AHEAD, len(self._waiting)):
+            while self._num_threads < min(_NUM_PREFETCH_THREADS, len(self._waiting)):
                 self._num_threads += 1
                 threading.Thread(target=self._work, name="read-ahead").start()
 

@@ -10,21 +10,22 @@ the same order, and so are all others where Ray is not running. What readers cou
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import ray
 import ray.data
 from ray.data import DataContext
 
-from pipelines.patience import Patience
-from pipelines.plan import StreamPlan, Window, rank_places
+from pipelines.plan import ShuffleWindow, StreamPlan, rank_places
 from pipelines.retries import RETRIES
 
 Batch = dict[str, np.ndarray]
+Item = TypeVar("Item")
 
 # Logical CPUs that Ray reserves for each reading task of a rank, which runs beside the rank's training process.
 READ_CPUS = 0.25
@@ -61,7 +62,7 @@ class Source(Protocol):
 class RemoteSource(Protocol):
     """Source whose shards may lie in an object store."""
 
-    def read_ahead(self, now: Sequence[int], later: Sequence[int], before: Sequence[int]) -> None:
+    def prefetch(self, now: Sequence[int], later: Sequence[int], before: Sequence[int]) -> None:
         """Fetch shards into the node's cache in the background, in this order, if they are remote.
 
         Args:
@@ -84,7 +85,7 @@ class Segment:
     """First place of the segment; a multiple of the batch size."""
     stop: int
     """The place just after its last one; a multiple of the batch size."""
-    windows: list[Window]
+    windows: list[ShuffleWindow]
     """The windows that its items lie in."""
 
 
@@ -140,7 +141,7 @@ class RankStream:
         assert stop % self.batch_size == 0
         segments = self.segments(start, stop)
         if self.num_readers and ray.is_initialized():
-            yield from Patience.hold(self._stream(segments))
+            yield from SchedulingThrottle.hold(self._stream(segments))
         else:
             for segment in segments:
                 for first in range(segment.start, segment.stop, self.batch_size):
@@ -148,7 +149,7 @@ class RankStream:
 
     def segments(self, start: int, stop: int) -> Iterator[Segment]:
         """Yield the segments of the places start … stop−1, in order; a segment holds whole batches."""
-        windows: list[Window] = []
+        windows: list[ShuffleWindow] = []
         num_tasks = 0
         for window in self.plan.windows(start, stop):
             windows.append(window)
@@ -199,7 +200,7 @@ class RankStream:
                 window = windows[int(index)]
                 places = self._places(window, int(first), int(last) + 1)
                 for part in self._parts(places, self.num_batches_per_output):
-                    self._read_ahead(windows, int(index), int(part[0]))
+                    self._prefetch(windows, int(index), int(part[0]))
                     batch = self.read_places(window, part)
                     retries = np.zeros(len(part), dtype=np.int64)  # a row for every item; the first one has the number
                     retries[:1] = RETRIES.take()
@@ -210,7 +211,7 @@ class RankStream:
         # Training may pause for a long time, for example during validation; Ray Data must not abort the stream then.
         context.execution_no_progress_timeout_s = 7 * 24 * 3600
         context.execution_options.preserve_order = True
-        context.custom_execution_callback_classes = [Patience]  # type: ignore[list-item]  # Ray's own base class is internal
+        context.custom_execution_callback_classes = [SchedulingThrottle]  # type: ignore[list-item]  # Ray's own base class is internal
         # The batches that a task has yielded are prefetched while the task continues to read.
         dataset = ray.data.from_items(tasks, override_num_blocks=len(tasks)).map_batches(
             read,
@@ -223,18 +224,18 @@ class RankStream:
             RETRIES.add(int(batch.pop(_RETRIES).sum()))
             yield batch
 
-    def _read_ahead(self, windows: list[Window], index: int, place: int) -> None:
+    def _prefetch(self, windows: list[ShuffleWindow], index: int, place: int) -> None:
         """Have the window of a place and the next one fetched; at first the window before is kept for slower ranks."""
         if isinstance(self.source, RemoteSource):
             window = windows[index]
             is_kept = index > 0 and place < window.start + _SHARE_KEPT * window.num_items
-            self.source.read_ahead(
+            self.source.prefetch(
                 now=window.shards,
                 later=windows[index + 1].shards if index + 1 < len(windows) else (),
                 before=windows[index - 1].shards if is_kept else (),
             )
 
-    def _read_batch(self, windows: list[Window], first: int) -> Batch:
+    def _read_batch(self, windows: list[ShuffleWindow], first: int) -> Batch:
         """Return this rank's part of the batch that begins at place `first`; a batch may cross the end of a window."""
         stop = first + self.batch_size
         parts = [
@@ -244,7 +245,7 @@ class RankStream:
         ]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
-    def _places(self, window: Window, start: int, stop: int) -> np.ndarray:
+    def _places(self, window: ShuffleWindow, start: int, stop: int) -> np.ndarray:
         """Return the places in start … stop−1 that belong to this rank and lie in the window, in order."""
         return rank_places(
             max(start, window.start),
@@ -260,7 +261,7 @@ class RankStream:
         for at in range(0, len(places), max(size, 1)):
             yield places[at : at + size]
 
-    def read_places(self, window: Window, places: np.ndarray) -> Batch:
+    def read_places(self, window: ShuffleWindow, places: np.ndarray) -> Batch:
         """Read the items at these places of a window; the result also holds the places, as `place` (n,)."""
         shards, rows = self.plan.locate(window, places)
         return self.source.read(shards, rows, window.epoch) | {"place": places}
@@ -273,3 +274,39 @@ class RankStream:
             shard, row = (int(value[0]) for value in self.plan.locate(window, [place]))
             names.append(self.source.name(shard, row))
         return names
+
+
+class SchedulingThrottle:
+    """Ray Data execution callback that slows down Ray Data's scheduling loop while training does not wait for data.
+
+    The loop runs in a thread of the training process. Once the read-ahead has filled its memory budget, a reader's
+    output is ready but must not be taken yet, and the loop polls for it hundreds of times a second. That costs half
+    of a worker's computing time and holds Python's global interpreter lock, which training needs too (benchmarks/README.md).
+    """
+
+    SECONDS: ClassVar[float] = 0.05
+    """Minimum duration of a step of the loop in seconds, unless a batch is being waited for."""
+    is_awaited: ClassVar = threading.Event()
+    """Set while someone in this process waits for a batch."""
+
+    @classmethod
+    def hold(cls, batches: Iterator[Item]) -> Iterator[Item]:
+        """Yield the batches; Ray Data's loop is slow while none is awaited."""
+        cls.is_awaited.set()
+        for batch in batches:
+            cls.is_awaited.clear()
+            yield batch
+            cls.is_awaited.set()
+
+    def before_execution_starts(self, executor: Any) -> None:
+        """Do nothing; Ray Data requires this method."""
+
+    def on_execution_step(self, executor: Any) -> None:
+        """Wait after each step of the loop, until a batch is awaited or SECONDS have passed."""
+        self.is_awaited.wait(self.SECONDS)
+
+    def after_execution_succeeds(self, executor: Any) -> None:
+        """Do nothing; Ray Data requires this method."""
+
+    def after_execution_fails(self, executor: Any, error: Exception) -> None:
+        """Do nothing; Ray Data requires this method."""

@@ -171,10 +171,10 @@ class EmbeddingSource:
             "digest": pair_digest(images["pixel_hash"].astype(np.int64), captions["token_hash"].astype(np.int64)),
         }
 
-    def read_ahead(self, now: Sequence[int], later: Sequence[int] = (), before: Sequence[int] = ()) -> None:
+    def prefetch(self, now: Sequence[int], later: Sequence[int] = (), before: Sequence[int] = ()) -> None:
         """Fetch the files of shards into the node's cache in the background (see `pipelines.stream.RemoteSource`)."""
         kinds = [self.embeddings.images, self.embeddings.captions]
-        feature_files.read_ahead(kinds, self.cache_bytes, now, later, before)
+        feature_files.prefetch(kinds, self.cache_bytes, now, later, before)
 
     def name(self, shard: int, row: int) -> str:
         """Return the key, the archive and the id of a pair, for messages."""

@@ -132,13 +132,13 @@ class PairSource:
             "is_noisy": np.array([is_noisy for _, is_noisy in noised], dtype=bool),
         }
 
-    def read_ahead(self, now: Sequence[int], later: Sequence[int] = (), before: Sequence[int] = ()) -> None:
+    def prefetch(self, now: Sequence[int], later: Sequence[int] = (), before: Sequence[int] = ()) -> None:
         """Fetch remote tars, given by their shards, into the node's cache (see `pipelines.stream.RemoteSource`)."""
         paths = [
             [shard.archive for shard in (self.manifest.shards[number] for number in shards) if not shard.is_directory]
             for shards in (now, later, before)
         ]
-        range_reader(self.manifest.source, self.cache_bytes).read_ahead(*paths)
+        range_reader(self.manifest.source, self.cache_bytes).prefetch(*paths)
 
     def name(self, shard: int, row: int) -> str:
         """Return the key, the archive and the id of a pair, for messages."""

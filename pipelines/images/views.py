@@ -1,22 +1,26 @@
 """Views of an image: random resized crop, flip and RandAugment for training; resize and centre crop for evaluation.
 
+RandAugment (Cubuk et al., arXiv 1909.13719) applies a few operations, drawn from a fixed list, at one strength. The list
+is the one used in vision-language pre-training: no operation changes colours so much that a caption becomes false.
+
 Shapes: a view is uint8 (S, S, 3) with S pixels per side. Scaling and normalisation happen in the model, on the device.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageEnhance, ImageOps
 
 from pipelines.images.decoding import MAX_PIXELS, open_image, shrink_on_load, to_rgb, upright_size
-from pipelines.images.rand_augment import MAX_MAGNITUDE, rand_augment
 
 Box = tuple[float, float, float, float]
 
 _NUM_CROP_ATTEMPTS = 10
+MAX_MAGNITUDE = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,3 +145,47 @@ def evaluation_view(data: bytes, size: int, *, max_pixels: int = MAX_PIXELS) -> 
     x, y = image.width / width, image.height / height
     box = (left * x, top * y, (left + size) * x, (top + size) * y)
     return np.asarray(image.resize((size, size), Image.Resampling.BICUBIC, box=box))
+
+
+# ---- RandAugment -----------------------------------------------------------------------------------------------------
+
+_GREY = (128, 128, 128)
+_MAX_SHEAR = 0.3
+_MAX_SHIFT = 0.45  # As a fraction of the image's side.
+_MAX_DEGREES = 30.0
+_MAX_CHANGE = 0.9  # Largest relative change of brightness or sharpness.
+
+Operation = Callable[[Image.Image, float], Image.Image]
+"""Function of an image and a strength in [−1, 1]; the sign is the direction, for operations that have one."""
+
+
+def _transform(image: Image.Image, *matrix: float) -> Image.Image:
+    return image.transform(
+        image.size, Image.Transform.AFFINE, matrix, resample=Image.Resampling.BILINEAR, fillcolor=_GREY
+    )
+
+
+OPERATIONS: dict[str, Operation] = {
+    "identity": lambda image, _: image,
+    "auto_contrast": lambda image, _: ImageOps.autocontrast(image),
+    "equalise": lambda image, _: ImageOps.equalize(image),
+    "brightness": lambda image, strength: ImageEnhance.Brightness(image).enhance(1 + _MAX_CHANGE * strength),
+    "sharpness": lambda image, strength: ImageEnhance.Sharpness(image).enhance(1 + _MAX_CHANGE * strength),
+    "shear_x": lambda image, strength: _transform(image, 1, _MAX_SHEAR * strength, 0, 0, 1, 0),
+    "shear_y": lambda image, strength: _transform(image, 1, 0, 0, _MAX_SHEAR * strength, 1, 0),
+    "shift_x": lambda image, strength: _transform(image, 1, 0, _MAX_SHIFT * strength * image.width, 0, 1, 0),
+    "shift_y": lambda image, strength: _transform(image, 1, 0, 0, 0, 1, _MAX_SHIFT * strength * image.height),
+    "rotate": lambda image, strength: image.rotate(
+        _MAX_DEGREES * strength, resample=Image.Resampling.BILINEAR, fillcolor=_GREY
+    ),
+}
+"""Operations on an RGB image, by name."""
+
+
+def rand_augment(image: Image.Image, num_operations: int, magnitude: float, rng: np.random.Generator) -> Image.Image:
+    """Apply `num_operations` operations, drawn with replacement, at strength ±magnitude / 10 with random signs."""
+    names = list(OPERATIONS)
+    for choice, sign in zip(rng.integers(len(names), size=num_operations), rng.random(num_operations), strict=True):
+        strength = magnitude / MAX_MAGNITUDE * (1 if sign < 0.5 else -1)
+        image = OPERATIONS[names[choice]](image, strength)
+    return image

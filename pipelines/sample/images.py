@@ -31,10 +31,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from pipelines.sample.directory import check_empty, created_at_once
 from pipelines.sample.drawing import render
 from pipelines.sample.scene_captions import generate_captions
 from pipelines.sample.scenes import CONCEPTS, draw_concepts, draw_scene, zipf_probabilities
+from pipelines.storage import check_empty, created_at_once
 
 if TYPE_CHECKING:
     from webdataset import ShardWriter

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import zstandard
 
-from pipelines.sample.directory import check_empty, created_at_once
 from pipelines.sample.prose import extract_docstrings, extract_paragraphs
+from pipelines.storage import check_empty, created_at_once
 
 NUM_BYTES_DEFAULT = 24_000_000
 NUM_BYTES_PER_MEMBER = 1_000_000

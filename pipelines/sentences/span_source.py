@@ -18,11 +18,11 @@ import numpy as np
 
 from pipelines.sentences.spans import SpanConfig, gather_spans, sample_spans
 from pipelines.stream import Batch
+from pipelines.text.blocks import prefetch_shards, read_rows
 from pipelines.text.documents import DocumentConfig
 from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import IGNORE_INDEX
-from pipelines.text.rows import read_rows, read_shards_ahead
 from pipelines.text.tokenization import SpecialTokens
 
 # Shares of the tokens chosen for prediction that become the mask token and a random token; the rest stay unchanged
@@ -122,9 +122,9 @@ class SpanSource:
             "digest": np.array(digest, dtype=np.int64),
         }
 
-    def read_ahead(self, now: Sequence[int], later: Sequence[int] = (), before: Sequence[int] = ()) -> None:
+    def prefetch(self, now: Sequence[int], later: Sequence[int] = (), before: Sequence[int] = ()) -> None:
         """Fetch remote shards into the node's cache in the background (see `pipelines.stream.RemoteSource`)."""
-        read_shards_ahead(self.manifest, self.cache_bytes, now, later, before)
+        prefetch_shards(self.manifest, self.cache_bytes, now, later, before)
 
     def name(self, shard: int, row: int) -> str:
         """Return the archive of a document and its number in it, with shard file and row, for messages."""

@@ -127,9 +127,9 @@ class FeatureSource:
         batch = batch | {"targets": batch["targets"].astype(np.int64)}
         return batch if self.end_is_target else without_end(batch, self.features.text)
 
-    def read_ahead(self, now: Sequence[int], later: Sequence[int] = (), before: Sequence[int] = ()) -> None:
+    def prefetch(self, now: Sequence[int], later: Sequence[int] = (), before: Sequence[int] = ()) -> None:
         """Fetch the files of shards into the node's cache in the background (see `pipelines.stream.RemoteSource`)."""
-        feature_files.read_ahead([self.features.blocks], self.cache_bytes, now, later, before)
+        feature_files.prefetch([self.features.blocks], self.cache_bytes, now, later, before)
 
     def name(self, shard: int, row: int) -> str:
         """Return the file of the text and the row in it, for messages."""

@@ -20,11 +20,10 @@ from pipelines import stream as stream_module
 from pipelines.images.manifest import ImageManifest
 from pipelines.images.pairs import PairSource
 from pipelines.images.prepare import PrepareImagesConfig, prepare_images
-from pipelines.patience import Patience
 from pipelines.plan import StreamPlan
 from pipelines.prepare import run_tasks
 from pipelines.retries import RETRIES
-from pipelines.stream import Batch, RankStream, Source
+from pipelines.stream import Batch, RankStream, SchedulingThrottle, Source
 from pipelines.text.blocks import BlockSource
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import PackingConfig
@@ -102,13 +101,13 @@ def test_rays_loop_rests_while_all_memory_is_full_of_what_was_read_ahead(
     cluster: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[float] = []
-    rest = Patience.on_execution_step
+    rest = SchedulingThrottle.on_execution_step
 
-    def counted(self: Patience, executor: Any) -> None:
+    def counted(self: SchedulingThrottle, executor: Any) -> None:
         steps.append(time.monotonic())
         rest(self, executor)
 
-    monkeypatch.setattr(Patience, "on_execution_step", counted)
+    monkeypatch.setattr(SchedulingThrottle, "on_execution_step", counted)
     options = DataContext.get_current().execution_options
     monkeypatch.setattr(options, "resource_limits", ExecutionResources(object_store_memory=32 << 20))
     reading = stream(Zeros(), [200], batch_size=4, num_batches_per_task=8, num_batches_per_output=1)
@@ -120,7 +119,7 @@ def test_rays_loop_rests_while_all_memory_is_full_of_what_was_read_ahead(
             begun = time.monotonic()
             time.sleep(2)
             during = [at for at in steps if begun < at < begun + 2]
-            assert 1 <= len(during) <= 2 / Patience.SECONDS + 2
+            assert 1 <= len(during) <= 2 / SchedulingThrottle.SECONDS + 2
     assert places == list(range(200))
 
 
@@ -130,7 +129,7 @@ class Asked(Named):
 
     asked: tuple[int, ...] = ()
 
-    def read_ahead(self, now: Sequence[int], later: Sequence[int], before: Sequence[int]) -> None:
+    def prefetch(self, now: Sequence[int], later: Sequence[int], before: Sequence[int]) -> None:
         self.asked = (*now, *(later or (-1,)), *(before or (-1,)))
 
     def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:

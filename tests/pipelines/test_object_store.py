@@ -236,9 +236,9 @@ def test_every_block_is_fetched_once_if_the_cache_holds_a_window(
     cache = BlockCache(tmp_path, int(num_windows * WINDOW_BYTES))
     reader = RangeReader(store.filesystem, cache)
     for before, window, later in zip([[], *WINDOWS], WINDOWS, [*WINDOWS[1:], []], strict=False):
-        reader.read_ahead(window, later, before)
+        reader.prefetch(window, later, before)
         read_window(reader, window)
-        reader.read_ahead(window, later)
+        reader.prefetch(window, later)
         read_window(reader, window, seed=1)
         room = min(4, int(4 * num_windows) - 4) if later else 0
         wait_for(lambda names=later, room=room: num_held(cache, store, names) >= room)
@@ -258,7 +258,7 @@ def test_a_fetch_that_found_no_room_takes_nothing_from_the_request_that_has_repl
     num_held_before: int,
 ) -> None:
     """It does not end a request for other blocks, and tries again for one that needs its block too."""
-    monkeypatch.setattr(ranges, "_NUM_THREADS_AHEAD", num_threads)
+    monkeypatch.setattr(ranges, "_NUM_PREFETCH_THREADS", num_threads)
     cache = BlockCache(tmp_path, 2 * WINDOW_BYTES)
     reader = RangeReader(store.filesystem, cache)
     begun, replaced, attempts = threading.Event(), threading.Event(), itertools.count()
@@ -272,9 +272,9 @@ def test_a_fetch_that_found_no_room_takes_nothing_from_the_request_that_has_repl
         return False
 
     monkeypatch.setattr(cache, "_reserve", reserve_in_vain_at_first)
-    reader.read_ahead(WINDOWS[0], () if wanted[0] is WINDOWS[0] else WINDOWS[1])
+    reader.prefetch(WINDOWS[0], () if wanted[0] is WINDOWS[0] else WINDOWS[1])
     assert begun.wait(60)
-    reader.read_ahead(*wanted)
+    reader.prefetch(*wanted)
     wait_for(lambda: num_held(cache, store, [*wanted[0], *wanted[1]]) == num_held_before)
     replaced.set()
     wait_for(lambda: num_held(cache, store, [*wanted[0], *wanted[1]]) == 8)
@@ -285,17 +285,17 @@ def test_a_slower_reader_finds_its_window_while_a_faster_one_begins_the_next(
 ) -> None:
     slow, fast = (RangeReader(store.filesystem, BlockCache(tmp_path, 2 * WINDOW_BYTES)) for _ in range(2))
     for reader in (slow, fast):
-        reader.read_ahead(WINDOWS[0], WINDOWS[1])
+        reader.prefetch(WINDOWS[0], WINDOWS[1])
         read_window(reader, WINDOWS[0])
     cache = BlockCache(tmp_path, 2 * WINDOW_BYTES)
     wait_for(lambda: num_held(cache, store, WINDOWS[1]) == 4)
     # What the slower reader has asked for is there, but a thread of it that comes late would fetch what was removed again.
-    wait_for(lambda: slow._ahead._num_threads == 0)
-    fast.read_ahead(WINDOWS[1], WINDOWS[2], WINDOWS[0])
+    wait_for(lambda: slow._prefetcher._num_threads == 0)
+    fast.prefetch(WINDOWS[1], WINDOWS[2], WINDOWS[0])
     read_window(fast, WINDOWS[1])
     read_window(slow, WINDOWS[0], seed=1)
     assert store.counts().num_gets == 8
-    fast.read_ahead(WINDOWS[1], WINDOWS[2])
+    fast.prefetch(WINDOWS[1], WINDOWS[2])
     wait_for(lambda: num_held(cache, store, WINDOWS[2]) == 4)
     assert num_held(cache, store, WINDOWS[0]) == 0
     assert store.counts().num_gets == 12

@@ -10,10 +10,10 @@ from jobs.engine.cluster import check_placement
 from jobs.engine.config import RunSection
 from jobs.tasks.node_cache import GIB, cache_bytes
 from jobs.tasks.text.config import TextSection
+from pipelines.text.blocks import shard_bytes
 from pipelines.text.growing import GrowingManifest, GrowingSettings, load_or_grow
 from pipelines.text.manifest import Layout, Manifest
 from pipelines.text.prepare import PrepareConfig, describe, prepare_text
-from pipelines.text.rows import shard_bytes
 
 _MAX_BAD_SHARE_FIELD = "data.max_bad_share"
 

@@ -11,7 +11,6 @@ import pyarrow as pa
 import pytest
 import torch
 import torch.nn.functional as F
-from jobs.scoring.text_parts import read_parts
 from prediction_support import CONTEXT_LENGTH, VOCAB_SIZE, save_tiny_model, some_texts
 from transformers import AutoModelForCausalLM
 
@@ -20,6 +19,7 @@ from jobs.scoring.headroom.job import run_test
 from jobs.scoring.headroom.report import figures, table, verdict
 from jobs.scoring.headroom.tables import count_documents, measured_table, read_measured
 from jobs.scoring.headroom.texts import Measurer, TextMeasurement, resolve_settings, token_question
+from jobs.scoring.text_parts import read_parts
 from jobs.scoring.units import UnitStore, to_parquet
 from jobs.tasks.language_model.config import EndOfDocument
 from jobs.tasks.language_model.validation import ValidationPart, validate

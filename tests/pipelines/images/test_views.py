@@ -14,8 +14,14 @@ from PIL import ExifTags, Image, ImageOps
 from PIL.PngImagePlugin import PngInfo
 
 from pipelines.images.decoding import ImageError, ImageProblemKind, check_image, open_image, to_rgb
-from pipelines.images.rand_augment import OPERATIONS, rand_augment
-from pipelines.images.views import AugmentationConfig, evaluation_view, random_crop, training_view
+from pipelines.images.views import (
+    OPERATIONS,
+    AugmentationConfig,
+    evaluation_view,
+    rand_augment,
+    random_crop,
+    training_view,
+)
 
 
 def encode(image: Image.Image, form: str = "PNG", **options: object) -> bytes:

@@ -22,11 +22,11 @@ from pipelines.archives import PLAIN_SUFFIXES, SUFFIXES, Archive, ArchiveFormat,
 from pipelines.decompression import DamagedError, check_window
 from pipelines.storage import resolve
 from pipelines.text import reading as text
+from pipelines.text.blocks import read_rows
 from pipelines.text.documents import DocumentConfig
 from pipelines.text.manifest import Manifest
 from pipelines.text.prepare import PrepareConfig, prepare_text
 from pipelines.text.reading import Document, Problem, ProblemKind, read_documents
-from pipelines.text.rows import read_rows
 from pipelines.text.tokenization import train_bpe
 
 
