@@ -307,10 +307,18 @@ def attach(base: PreTrainedModel, tempnet: TempNet, fold: CachedFold | None = No
 
 
 @contextmanager
-def record_hidden_states(base: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Put what the output layer reads in every forward pass, the hidden states (B, T, d), into the list that is given."""
+def record_hidden_states(base: PreTrainedModel, *, passes_all: bool = True) -> Iterator[list[Tensor]]:
+    """Put what the output layer reads in every forward pass, the hidden states (B, T, d), into the list that is given.
+
+    Without `passes_all` the output layer gets the last position only, where the logits are not needed.
+    """
     seen: list[Tensor] = []
-    handle = base.get_output_embeddings().register_forward_pre_hook(lambda head, inputs: seen.append(inputs[0]))
+
+    def read(head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        seen.append(inputs[0])
+        return None if passes_all else (inputs[0][:, -1:],)
+
+    handle = base.get_output_embeddings().register_forward_pre_hook(read)
     try:
         yield seen
     finally:

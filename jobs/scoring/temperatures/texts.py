@@ -7,15 +7,14 @@ Shapes: B windows, T positions of the longest window, N new tokens of a batch, d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from jobs.engine.fields import absolute_path
 from jobs.engine.fingerprints import model_digest, tempnet_digest
@@ -28,7 +27,7 @@ from pipelines.text.tokenization import document_start_id, load_tokenizer, token
 from pipelines.text.windows import ReadingWindow, batches, windows_of
 from tempnet.base_model import read_config
 from tempnet.devices import DeviceMap, input_device, move_base
-from tempnet.inference import CachedFold, can_fold
+from tempnet.inference import CachedFold, can_fold, record_hidden_states
 from tempnet.loading import load_causal_lm, load_tempnet
 from tempnet.models.output_head import output_weight
 from tempnet.network import TempNet
@@ -166,7 +165,6 @@ class Predictor:
         self._device = input_device(base)
         self._tempnet = network.to(self._device)
         self._vocab_size = network.config.input_size
-        self._head: Any = base.get_output_embeddings()
         self._fold = CachedFold.of(base, network) if can_fold(base, network) else None
 
     @torch.inference_mode()
@@ -197,13 +195,13 @@ class Predictor:
             is_new[row, window.first - window.start : window.num_positions] = True
         input_ids, places = input_ids.to(self._device), is_new.flatten().nonzero().squeeze(1).to(self._device)
         chunks = places.split(max(1, _NUM_LOGITS_AT_ONCE // self._vocab_size))
-        if self._fold is None:
+        with record_hidden_states(self._base, passes_all=self._fold is None) as seen:
             logits = self._base(input_ids=input_ids, use_cache=False).logits.flatten(0, 1)[:, : self._vocab_size]
-            return torch.cat([self._figures(logits[chunk].float(), None) for chunk in chunks], dim=-1)
-        with _only_one_position(self._head) as seen:
-            self._base(input_ids=input_ids, use_cache=False)
         hidden = seen[0].flatten(0, 1).to(self._device)
-        return torch.cat([self._figures_of_hidden(hidden[chunk]) for chunk in chunks], dim=-1)
+        if self._fold is not None:
+            return torch.cat([self._figures_of_hidden(hidden[chunk]) for chunk in chunks], dim=-1)
+        parts = ((logits[chunk].float(), hidden[chunk]) for chunk in chunks)
+        return torch.cat([self._figures(part, self._tempnet(part, states)) for part, states in parts], dim=-1)
 
     def _figures_of_hidden(self, hidden: Tensor) -> Tensor:
         """Computes the same as `_figures`, from hidden states (N, d) before the output layer."""
@@ -214,29 +212,9 @@ class Predictor:
         weight = output_weight(self._base)[0][: self._vocab_size]  # that of a spread model may be on another device
         return self._figures(F.linear(hidden.to(weight.device), weight).to(self._device, torch.float32), tau)
 
-    def _figures(self, logits: Tensor, tau: Tensor | None) -> Tensor:
-        """Returns (1 or 2, N) for float32 logits (N, V): τ, and the entropy H = −Σ p log p in nats if it is requested.
-
-        A `tau` of None is predicted by the TempNet.
-        """
-        tau = self._tempnet(logits) if tau is None else tau
+    def _figures(self, logits: Tensor, tau: Tensor) -> Tensor:
+        """Returns (1 or 2, N) for float32 logits (N, V): τ, and the entropy H = −Σ p log p in nats if it is requested."""
         if not self._settings.with_entropy:
             return tau.unsqueeze(0)
         log_probs = torch.log_softmax(logits, dim=-1)
         return torch.stack([tau, -(log_probs.exp() * log_probs).sum(-1)])
-
-
-@contextmanager
-def _only_one_position(head: nn.Module) -> Iterator[list[Tensor]]:
-    """Records the inputs (B, T, d) of the output layer, and passes only the last position on to it."""
-    seen: list[Tensor] = []
-
-    def listen(head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        seen.append(inputs[0])
-        return (inputs[0][:, -1:],)
-
-    handle = head.register_forward_pre_hook(listen)
-    try:
-        yield seen
-    finally:
-        handle.remove()

@@ -28,6 +28,7 @@ from pipelines.text.tokenization import load_tokenizer
 from pipelines.text.windows import batches, windows_of
 from tempnet.inference import can_fold
 from tempnet.network import PAIRED_DIRECTORY, TempNet
+from tempnet.network_config import TempNetConfig
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +61,9 @@ def direct(model: Path, ids: np.ndarray, stride: int) -> tuple[np.ndarray, np.nd
     taus, entropies = np.full(len(ids), np.nan), np.full(len(ids), np.nan)
     for start in range(0, len(ids), stride):
         window = stream[start : min(start + CONTEXT_LENGTH, len(ids))]
-        logits = base(window.unsqueeze(0)).logits[0, :, :VOCAB_SIZE].double()
-        tau = network(logits.float())
+        output = base(window.unsqueeze(0), output_hidden_states=True)
+        logits = output.logits[0, :, :VOCAB_SIZE].double()
+        tau = network(logits.float(), output.hidden_states[-1][0])
         entropy = torch.distributions.Categorical(logits=logits).entropy()
         for place in range(len(window)):
             if np.isnan(taus[start + place]):
@@ -69,12 +71,20 @@ def direct(model: Path, ids: np.ndarray, stride: int) -> tuple[np.ndarray, np.nd
     return taus, entropies
 
 
-@pytest.mark.parametrize(("stride", "with_bias"), [(1, False), (8, True), (16, False)])
+@pytest.mark.parametrize(
+    ("stride", "with_bias", "reads"), [(1, False, ""), (8, True, ""), (16, False, "hidden"), (16, True, "both")]
+)
 def test_every_token_has_the_temperature_of_a_direct_forward(
-    tmp_path: Path, text: Path, stride: int, with_bias: bool
+    tmp_path: Path, text: Path, stride: int, with_bias: bool, reads: str
 ) -> None:
     model = save_tiny_model(tmp_path, with_bias=with_bias)
     base = AutoModelForCausalLM.from_pretrained(model)
+    if reads:
+        sizes = {"rho": 1.0, "hidden_size": 8, "num_prototypes": 4, "with_logits": reads == "both"}
+        network = TempNet(TempNetConfig.for_hidden(VOCAB_SIZE, base.config.hidden_size, **sizes))
+        for parameter in network.parameters():
+            torch.nn.init.normal_(parameter, std=1.5)
+        network.save_pretrained(model / PAIRED_DIRECTORY)
     assert can_fold(base, TempNet.from_pretrained(model / PAIRED_DIRECTORY)) != with_bias
     settings, _ = resolve_settings(config_of(model, text, stride=stride, batch_size=4))
     lengths = [3, 0, CONTEXT_LENGTH, 1, CONTEXT_LENGTH + 1, 4 * CONTEXT_LENGTH - 2]
