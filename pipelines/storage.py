@@ -115,7 +115,9 @@ def write_bytes(uri: str, content: bytes) -> None:
         OSError: if the file cannot be written; the message names the file if the operating system gave an error number.
     """
     filesystem, path = resolve(uri)
-    partial = f"{path}.{uuid.uuid4().hex}.partial"  # The name is unique, as other processes may write the same file.
+    directory, _, name = path.rpartition("/")
+    # The name is unique, as other processes may write the same file; the underscore hides it from readers of the directory.
+    partial = f"{directory}/_{name}.{uuid.uuid4().hex}.partial"
     try:
         with filesystem.open_output_stream(partial) as stream:
             stream.write(content)

@@ -78,7 +78,7 @@ class UnitStore:
 
     def parts(self) -> frozenset[str]:
         """Returns the names of the tables of parts, see `part_file`."""
-        return frozenset(name for name in self.names() if name.startswith("part-"))
+        return frozenset(name for name in self.names() if name.startswith("part-") and name.endswith(".parquet"))
 
     def write(self, files: Mapping[str, bytes | Mapping[str, Any]]) -> None:
         """Write the files of a finished unit in their order; a mapping becomes JSON."""
