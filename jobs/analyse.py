@@ -35,15 +35,52 @@ CONFIGS: dict[str, Callable[..., Any]] = {
 """Name of an analysis → its configuration."""
 
 
+def run_analysis(config: Analysis) -> None:
+    """Run or continue an analysis; what it raises is said at the function of its kind.
+
+    Its module is imported only here, so that `--help` and a wrong option are answered at once.
+    """
+    match config:
+        case Subjectivity():
+            from jobs.scoring.analyses.groups import analyse
+            from jobs.scoring.analyses.records import read_subjectivity
+
+            analyse(config, read_subjectivity(config.data, config.by), f"τ by subjectivity of the {config.by}")
+        case Instructions():
+            from jobs.scoring.analyses.groups import analyse
+            from jobs.scoring.analyses.records import read_instructions
+
+            analyse(config, read_instructions(config.data, config.num_verbs), "τ by the verb of the instruction")
+        case Openness():
+            from jobs.scoring.analyses.curves import analyse_openness
+
+            analyse_openness(config)
+        case TauMax():
+            from jobs.scoring.analyses.curves import analyse_tau_max
+
+            analyse_tau_max(config)
+        case Phase():
+            from jobs.scoring.analyses.pairs import analyse_phase
+
+            analyse_phase(config)
+        case Noise():
+            from jobs.scoring.analyses.pairs import analyse_noise
+
+            analyse_noise(config)
+        case Decoders():
+            from jobs.scoring.decoders.job import compare_decoders
+
+            compare_decoders(config)
+        case _:
+            raise TypeError(f"there is no analysis for {type(config).__name__}")
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
     with refusals_on_one_line():
         config: Analysis = tyro.extras.subcommand_cli_from_dict(
             CONFIGS, args=arguments, prog="python -m jobs.analyse", description=__doc__
         )
-    # Imported only now, so that `--help` and a wrong option are answered at once.
-    from jobs.scoring.analyses.launch import run_analysis
-
     with ending_in_one_line():
         run_analysis(config)
     return 0

@@ -22,7 +22,7 @@ def named_values(field_name: str, values: Sequence[str]) -> dict[str, str]:
     for text, (name, _, value) in zip(values, split, strict=True):
         if not (name and value) or not all(character.isalnum() or character in "-_." for character in name):
             raise ValueError(f"{field_name}: {text!r} is not NAME=VALUE, with letters, digits and -_. in the name")
-    if again := twice(name for name, _, _ in split):
+    if again := find_duplicate(name for name, _, _ in split):
         raise ValueError(f"{field_name} names {again!r} twice")
     return {name: value for name, _, value in split}
 
@@ -44,6 +44,6 @@ def parse_resources(field_name: str, values: Sequence[str]) -> dict[str, float]:
     return resources
 
 
-def twice(names: Iterable[str]) -> str:
+def find_duplicate(names: Iterable[str]) -> str:
     """Return the first name that occurs more than once; empty if there is none."""
     return next((name for name, count in Counter(names).items() if count > 1), "")

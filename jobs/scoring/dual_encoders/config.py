@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jobs.engine.config import TrackingSection
-from jobs.engine.named_values import named_values, twice
+from jobs.engine.named_values import find_duplicate, named_values
 from jobs.scoring.config import EvaluationConfig, check_least, check_share
 from pipelines.images.decoding import MAX_PIXELS
 
@@ -48,7 +48,7 @@ class EvaluateClipConfig(EvaluationConfig):
 
     def __post_init__(self) -> None:
         EvaluationConfig.__post_init__(self)
-        if again := twice(path.rstrip("/") for path in self.models):
+        if again := find_duplicate(path.rstrip("/") for path in self.models):
             raise ValueError(f"models names {again!r} twice")
         if not (self.retrieval or self.zero_shot):
             raise ValueError("nothing to evaluate on: give retrieval or zero_shot, each as NAME=URI")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jobs.engine.config import TrackingSection
-from jobs.engine.named_values import named_values, twice
+from jobs.engine.named_values import find_duplicate, named_values
 from jobs.scoring.config import EvaluationConfig, check_least, check_share
 from pipelines.sentences.senteval import TASK_NAMES, present_tasks
 
@@ -45,7 +45,7 @@ class EvaluateSentencesConfig(EvaluationConfig):
 
     def __post_init__(self) -> None:
         EvaluationConfig.__post_init__(self)
-        if again := twice(path.rstrip("/") for path in self.models):
+        if again := find_duplicate(path.rstrip("/") for path in self.models):
             raise ValueError(f"models names {again!r} twice")
         if not (self.data or self.similarity):
             raise ValueError(
@@ -56,7 +56,7 @@ class EvaluateSentencesConfig(EvaluationConfig):
         for name in self.tasks:
             if name not in TASK_NAMES:
                 raise ValueError(f"tasks: {name!r} is unknown: choose one of {', '.join(TASK_NAMES)}")
-        if again := twice([*self.tasks, *named_values("similarity", self.similarity)]):
+        if again := find_duplicate([*self.tasks, *named_values("similarity", self.similarity)]):
             raise ValueError(f"tasks and similarity name {again!r} twice")
         check_least(self, num_folds=2, num_inner_folds=2, num_tokens=0, batch_size=1)
         check_share("max_bad_share", self.max_bad_share)

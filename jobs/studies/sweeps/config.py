@@ -10,7 +10,7 @@ from typing import Any, Generic, Literal, TypeVar
 from jobs.engine.config import RunSection, TrainingConfig
 from jobs.engine.fields import FREE_TO_CHANGE, added_later
 from jobs.engine.identity import may_differ, with_fields
-from jobs.engine.named_values import named_values, twice
+from jobs.engine.named_values import find_duplicate, named_values
 from jobs.studies.sweeps.band_search import search_band
 from jobs.studies.sweeps.search import Point, Search, list_corners, search_grid, search_randomly
 from jobs.studies.sweeps.temperature_line import PRIOR_FALL, PRIOR_SLOPE
@@ -103,7 +103,7 @@ class SweepSection:
                 raise ValueError(f"sweep.axes: {name}={text} is not FIELD=VALUE,VALUE,… in numbers") from error
             if not all(map(math.isfinite, values)):
                 raise ValueError(f"sweep.axes: {name}={text} must be finite")
-            if again := twice(f"{value:.12g}" for value in values):
+            if again := find_duplicate(f"{value:.12g}" for value in values):
                 raise ValueError(f"sweep.axes: {name} lists {again} twice")
             values_by_name[name] = values
         if not values_by_name:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from jobs.engine.checks import check_positive, check_share
 from jobs.engine.config import EncoderSection, RunSection, TrackingSection, TrainingConfig
 from jobs.engine.fields import FREE_TO_CHANGE, PATH, values_of, with_absolute_paths
-from jobs.engine.named_values import twice
+from jobs.engine.named_values import find_duplicate
 from pipelines.sentences.senteval import TASK_NAMES, present_tasks
 from tempnet.soft_triple import SoftTripleConfig, SoftTripleOptions
 
@@ -47,7 +47,7 @@ class LabelledSection:
             raise ValueError("data: give either data.directory, in SentEval's layout, or data.file")
         if unknown := [name for name in self.tasks if name not in TASK_NAMES]:
             raise ValueError(f"data.tasks: {unknown[0]!r} is unknown: choose from {', '.join(TASK_NAMES)}")
-        if again := twice(self.tasks):
+        if again := find_duplicate(self.tasks):
             raise ValueError(f"data.tasks names {again!r} twice")
         if self.file and self.tasks:
             raise ValueError(f"data.tasks = {self.tasks} is for data.directory, and data.file is given")
@@ -131,7 +131,7 @@ class GridSection:
             values = getattr(self, name)
             if not values:
                 raise ValueError(f"grid.{name} is empty: give at least one value")
-            if again := twice(map(str, values)):
+            if again := find_duplicate(map(str, values)):
                 raise ValueError(f"grid.{name} names {again} twice")
         for setting in self.settings:
             if setting.cross_entropy_alone:

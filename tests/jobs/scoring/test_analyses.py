@@ -16,12 +16,11 @@ from scipy.stats import spearmanr, ttest_ind
 from scipy.stats import t as student
 
 from jobs.engine.config import TrackingSection
-from jobs.scoring.analyses import noise
+from jobs.scoring.analyses import pairs as noise
 from jobs.scoring.analyses.config import Openness, Phase, Subjectivity
-from jobs.scoring.analyses.curves import average, collect
+from jobs.scoring.analyses.curves import analyse_openness, average, collect
 from jobs.scoring.analyses.groups import analyse, conclusion, figures, table
-from jobs.scoring.analyses.openness import analyse_openness
-from jobs.scoring.analyses.phase import analyse_phase
+from jobs.scoring.analyses.pairs import analyse_phase
 from jobs.scoring.analyses.records import Record, Records, first_verb, read_instructions, read_subjectivity
 from pipelines.images.captions import CaptionNoise
 from tempnet.intervals import mean_interval
@@ -228,5 +227,5 @@ def test_differences_of_noisy_pairs_have_the_error_of_welch() -> None:
         assert difference == pytest.approx({"mean": (low + high) / 2, "half_width": (high - low) / 2})
     assert [row["num_pairs"] for row in values["groups"]] == [240, 60, 20]
     assert values["groups"][2]["images"]["mean"] == pytest.approx(tau["images"][:20].mean())
-    assert "τ of noisy pairs' images is not seen to differ" in noise.conclude(values)
-    assert "τ of noisy pairs' captions is higher (+1" in noise.conclude(values)
+    assert "τ of noisy pairs' images is not seen to differ" in noise.conclude_noise(values)
+    assert "τ of noisy pairs' captions is higher (+1" in noise.conclude_noise(values)

@@ -1,0 +1,258 @@
+"""Analyses of the temperatures of image–text pairs.
+
+phase    how the rank correlation of τ with a number beside the images depends on ρ
+noise    the temperatures of pairs with noisy captions beside those of the others (TempNet, Figure 8)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pyarrow.fs import FileSelector, FileType
+
+from jobs.engine.tables import markdown_table
+from jobs.engine.tracking import resolve_uri
+from jobs.scoring.analyses.config import Noise, Phase
+from jobs.scoring.analyses.curves import Curves, collect, show
+from jobs.scoring.results import Findings, absolute_output, publish_findings
+from jobs.scoring.temperatures.config import PredictPairTemperaturesConfig
+from jobs.scoring.temperatures.pages import MODALITIES, correlate, labelled_temperatures, match_numbers
+from jobs.scoring.temperatures.pairs import PairPredictionSettings, predict_pairs, resolve_settings
+from jobs.scoring.units import UnitStore
+from pipelines.images.archives import list_image_archives
+from pipelines.images.captions import CaptionNoise
+from pipelines.images.labels import read_numbers
+from pipelines.images.temperature_table import read_table
+from pipelines.storage import join, read_json, resolve
+from tempnet.intervals import Interval, difference_interval, mean_interval
+
+
+def _prediction_settings(config: Phase | Noise, model: str) -> PairPredictionSettings:
+    """Return the settings that predict the temperatures of all pairs, of which at least one must have the label.
+
+    Raises:
+        FileNotFoundError, ValueError: if model and images do not fit together, or no sample has the label.
+    """
+    settings = resolve_settings(
+        PredictPairTemperaturesConfig(
+            model=model,
+            images=config.images,
+            output=config.output,
+            batch_size=config.batch_size,
+            workers=config.workers,
+        )
+    )
+    source = settings.images.source
+    next(read_numbers(source, list_image_archives(source), config.label))
+    return settings
+
+
+def analyse_phase(config: Phase) -> Curves:
+    """Run or continue the analysis: every trial of the sweep predicts the temperatures of all pairs.
+
+    Where trials have the same ρ, shown are means over them with intervals over trials; otherwise the interval is that over
+    samples.
+
+    Raises:
+        FileNotFoundError, ValueError: before any work starts, if the sweep has no finished trials of dual encoders with
+            TempNets at two values of ρ, or the images lack the label.
+        ScoringFailedError: naming what failed.
+    """
+    uri = resolve_uri(config.tracking, config.run.resolved_storage)
+    output = absolute_output(config)
+    trials = _find_trials(config.sweep)
+    settings = {name: _prediction_settings(config, trial["export"]) for name, trial in trials.items()}
+    correlations = {name: _predict(config, of_trial, join(output, name)) for name, of_trial in settings.items()}
+    figures = [f"Spearman(τ of {noun}, {config.label})" for noun in MODALITIES.values()]
+
+    def at(rho: float) -> Mapping[str, Interval]:
+        rows = [correlations[name] for name, trial in trials.items() if trial["rho"] == rho]
+        return {
+            name: _combine([row[noun] for row in rows]) for name, noun in zip(figures, MODALITIES.values(), strict=True)
+        }
+
+    curves = collect("ρ", sorted({trial["rho"] for trial in trials.values()}), figures, at)
+    title = f"τ and {config.label} over ρ"
+    findings = Findings(
+        title=title,
+        values=curves.values() | {"num_trials": len(trials)},
+        table=curves.table(),
+        conclusion=_conclude_phase(curves, len(trials)),
+        picture="phase.png",
+        plot=partial(curves.plot, title, is_logarithmic=min(curves.xs) > 0),
+        metrics={
+            f"spearman_{noun}": curves.figures[name][-1][0]
+            for name, noun in zip(figures, MODALITIES.values(), strict=True)
+        },
+        settings={"analysis": title, **{name: of_trial.record() for name, of_trial in settings.items()}},
+        source=config.images,
+    )
+    publish_findings(config, findings, uri=uri)
+    return curves
+
+
+def _find_trials(sweep: str) -> dict[str, Mapping[str, Any]]:
+    """Return name → outcome of every trial that is finished and has TempNets."""
+    filesystem, path = resolve(sweep)
+    if filesystem.get_file_info(path).type is not FileType.Directory:
+        raise FileNotFoundError(f"sweep = {sweep}: there is no such directory")
+    names = sorted(entry.base_name for entry in filesystem.get_file_info(FileSelector(path)) if not entry.is_file)
+    outcomes = {name: read_json(join(join(sweep, name), "outcome.json")) for name in names}
+    trials: dict[str, Mapping[str, Any]] = {
+        name: outcome
+        for name, outcome in outcomes.items()
+        if outcome is not None and outcome.get("rho") is not None and "num_pairs_train" in outcome
+    }
+    if len({outcome["rho"] for outcome in trials.values()}) < 2:
+        raise ValueError(
+            f"sweep = {sweep} has {len(trials)} finished trials of dual encoders with a ρ: at least 2 values of ρ are needed"
+        )
+    return trials
+
+
+def _predict(config: Phase, settings: PairPredictionSettings, output: str) -> dict[str, Interval]:
+    """Predict the temperatures of all pairs by one trial's model, and return their rank correlations with the label."""
+    UnitStore(output).claim(settings.record())
+    predict_pairs(settings, output, config.workers)
+    table = read_table(output, ["key", *MODALITIES])
+    return correlate(labelled_temperatures(table, settings.images.source, config.label), config.label)
+
+
+def _combine(rows: Sequence[Interval]) -> Interval:
+    return rows[0] if len(rows) == 1 else mean_interval([r for r, _ in rows])
+
+
+def _conclude_phase(curves: Curves, num_trials: int) -> str:
+    """Return one line with the rank correlation at the smallest and the largest ρ."""
+    parts = [
+        f"{name} is {show(points[0])} at ρ = {curves.xs[0]:g} and {show(points[-1])} at ρ = {curves.xs[-1]:g}"
+        for name, points in curves.figures.items()
+    ]
+    return f"{'; '.join(parts)}; {num_trials} trials"
+
+
+_TITLE = "τ of pairs with noisy captions"
+_CLEAN, _NOISY, _FREQUENT = "clean", "noisy", "noisy and frequent"
+_MIN_PAIRS = 2
+"""Number of pairs that every group needs, for an interval."""
+
+Groups = Mapping[str, np.ndarray]
+"""Name of a group → which pairs (n,) belong to it."""
+
+
+def analyse_noise(config: Noise) -> dict[str, Any]:
+    """Run or continue the analysis, and return its figures.
+
+    Raises:
+        FileNotFoundError, ValueError: before any work starts, if model and images do not fit together; ValueError too if a
+            group has fewer than two pairs.
+        ScoringFailedError: naming what failed.
+    """
+    uri = resolve_uri(config.tracking, config.run.resolved_storage)
+    output = absolute_output(config)
+    settings = replace(
+        _prediction_settings(config, config.model), noise=CaptionNoise(share=config.share, seed=config.seed)
+    )
+    source = settings.images.source
+    temperatures = join(output, "temperatures")
+    UnitStore(temperatures).claim(settings.record())
+    predict_pairs(settings, temperatures, config.workers)
+    table = read_table(temperatures, ["id", "key", *MODALITIES])
+    numbers = match_numbers(table["key"].to_pylist(), source, config.label)
+    groups = group_pairs(table["id"].to_numpy(), numbers, settings.noise)
+    tau = {noun: table[name].to_numpy().astype(np.float64) for name, noun in MODALITIES.items()}
+    values = figures(groups, tau)
+    rows = [["group", "pairs", *(f"mean τ of {noun}" for noun in tau)]]
+    rows += [
+        [name, f"{int(chosen.sum())}", *(show(mean_interval(of_kind[chosen])) for of_kind in tau.values())]
+        for name, chosen in groups.items()
+    ]
+    findings = Findings(
+        title=_TITLE,
+        values=values,
+        table=markdown_table(rows),
+        conclusion=conclude_noise(values),
+        picture="noise.png",
+        plot=partial(plot, groups, tau),
+        metrics={f"noisy_minus_clean_{noun}": values["differences"][noun]["mean"] for noun in tau},
+        settings={"analysis": _TITLE, "label": config.label, **settings.record()},
+        source=config.images,
+    )
+    publish_findings(config, findings, uri=uri)
+    return values
+
+
+def group_pairs(ids: np.ndarray, numbers: np.ndarray, noise: CaptionNoise) -> Groups:
+    """Return which pairs are clean, noisy, and both noisy and above the median of the label.
+
+    Args:
+        ids: ids (n,) of the pairs.
+        numbers: label (n,) of the pairs, NaN where there is none.
+        noise: the noise that the captions got.
+
+    Raises:
+        ValueError: if a group has fewer than two pairs.
+    """
+    is_noisy = np.array([noise.selects(int(pair)) for pair in ids], dtype=bool)
+    is_frequent = numbers > np.nanmedian(numbers)
+    groups = {_CLEAN: ~is_noisy, _NOISY: is_noisy, _FREQUENT: is_noisy & is_frequent}
+    if small := [f"{name} {int(chosen.sum())}" for name, chosen in groups.items() if chosen.sum() < _MIN_PAIRS]:
+        raise ValueError(f"images: every group needs {_MIN_PAIRS} pairs; of {len(ids)} pairs are {', '.join(small)}")
+    return groups
+
+
+def figures(groups: Groups, tau: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Return the mean τ of every group, and the difference between noisy and clean pairs, with 95 % half-widths.
+
+    Args:
+        groups: the groups.
+        tau: images and captions → τ (n,) of every pair.
+    """
+    differences = {}
+    for noun, of_kind in tau.items():
+        differences[noun] = difference_interval(of_kind[groups[_NOISY]], of_kind[groups[_CLEAN]]).as_json()
+    return {
+        "groups": [
+            {
+                "group": name,
+                "num_pairs": int(chosen.sum()),
+                **{noun: mean_interval(of_kind[chosen]).as_json() for noun, of_kind in tau.items()},
+            }
+            for name, chosen in groups.items()
+        ],
+        "differences": differences,
+    }
+
+
+def conclude_noise(values: Mapping[str, Any]) -> str:
+    """Return one line that says whether noisy captions and their images have another τ than the others."""
+    parts = []
+    for noun, difference in values["differences"].items():
+        mean, half = difference["mean"], difference["half_width"]
+        word = "higher" if mean > half else "lower" if mean < -half else "not seen to differ"
+        parts.append(f"τ of noisy pairs' {noun} is {word} ({mean:+.2g} ± {half:.1g})")
+    return "; ".join(parts)
+
+
+def plot(groups: Groups, tau: Mapping[str, np.ndarray], path: Path) -> None:
+    """Plot the distribution of τ in every group, images above captions."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, rows = plt.subplots(len(tau), figsize=(7, 1 + 2.4 * len(tau)), layout="constrained")
+    for axes, (noun, of_kind) in zip(rows, tau.items(), strict=True):
+        edges = np.histogram_bin_edges(of_kind, bins=40)
+        for name, chosen in groups.items():
+            axes.hist(of_kind[chosen], bins=edges, density=True, histtype="step", label=f"{name} ({int(chosen.sum())})")
+        axes.set(xlabel=f"τ of {noun}", ylabel="density")
+    rows[0].legend(fontsize=8)
+    figure.suptitle(_TITLE)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
