@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import tyro
 
-from jobs.engine.command_line import fail, refusals_on_one_line, run_job
+from jobs.engine.command_line import fail, refusals_on_one_line, run_job, show
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.generation.gsm8k import divisors, majority_score
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # Maximum number of texts on the HTML page; a page of more texts is slow to open.
 MAX_SECTIONS = 200
+# Texts that are printed, and characters of each and of its prompt; the file holds all of them.
+MAX_PRINTED, MAX_CHARACTERS = 5, 400
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -33,13 +35,25 @@ def main(arguments: Sequence[str]) -> int:
 
     try:
         outcome = run(config)
-        print(describe(outcome, config))
+        show(sample(outcome, config))
+        show(describe(outcome, config))
         if config.html:
             write_bytes(config.html, page(outcome, config).encode())
             print(f"{config.html} shows every token coloured by its τ")
     except (ValueError, OSError) as error:
         fail(str(error))
     return 0
+
+
+def sample(outcome: Outcome, config: GenerateConfig) -> str:
+    """Return the first texts for the terminal, each after the end of its prompt."""
+    lines = []
+    for key in _keys(outcome, config)[:MAX_PRINTED]:
+        record = outcome.file.records[key]
+        lines.append(
+            f"[{key[0]}] …{record['prompt'][-MAX_CHARACTERS:]}\n  → {record['text'][:MAX_CHARACTERS].strip()}\n"
+        )
+    return "\n".join(lines)
 
 
 def describe(outcome: Outcome, config: GenerateConfig) -> str:

@@ -5,6 +5,7 @@ What lies at a URI is checked after it was copied (`pipelines.local_copy`), as a
 
 from __future__ import annotations
 
+import os
 import re
 import urllib.error
 import urllib.request
@@ -38,7 +39,7 @@ def checked_copy(source: str, field: str, *, with_weights: bool = True) -> str:
 
 
 def check_source(source: str) -> None:
-    """Reject a local path that does not exist, and a hub name if the hub cannot be reached.
+    """Reject a local path that does not exist, and a hub name that is not in the cache if the hub cannot be reached.
 
     Without this check, Transformers treats a missing path as a misspelt hub name, and without a network it keeps
     trying to reach the hub for half a minute.
@@ -63,7 +64,7 @@ def _check_hub(name: str) -> None:
     # neither.
     from huggingface_hub import constants, try_to_load_from_cache
 
-    if constants.HF_HUB_OFFLINE or any(isinstance(try_to_load_from_cache(name, file), str) for file in _FILES):
+    if constants.HF_HUB_OFFLINE:
         return
     try:
         with urllib.request.urlopen(constants.ENDPOINT, timeout=_SECONDS_TO_ANSWER):
@@ -71,6 +72,11 @@ def _check_hub(name: str) -> None:
     except urllib.error.HTTPError:
         pass  # An HTTP error is still an answer: the hub can be reached.
     except OSError as error:
+        if any(isinstance(try_to_load_from_cache(name, file), str) for file in _FILES):
+            # Otherwise the hub's client asks again and again, for every file, before it takes what is in the cache.
+            constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"] = True, "1"
+            print(f"the hub at {constants.ENDPOINT} does not answer: {name} is read from its cache here", flush=True)
+            return
         raise ValueError(
             f"{name!r} is no local directory, and the hub at {constants.ENDPOINT} cannot be reached from here: give the "
             "path of a directory"

@@ -53,7 +53,10 @@ def forbidden_calls(text: str) -> Iterator[str]:
             or (name == "torch.load" and options.get("weights_only") != "True")
             or options.get("allow_pickle") == "True"
             or options.get("shell") == "True"
-            or (re.fullmatch(r"Auto\w+\.from_(pretrained|config)", name) and "trust_remote_code" not in options)
+            or (
+                re.fullmatch(r"Auto(?!HfQuantizer)\w+\.from_(pretrained|config)", name)
+                and "trust_remote_code" not in options
+            )
         )
         if is_unsafe:
             yield name

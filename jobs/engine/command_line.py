@@ -19,7 +19,7 @@ import tyro
 
 from jobs.engine.config_file import PRESET, apply_config_file, read_config_file, save_config_file
 from jobs.engine.garbage import collect_seldom
-from jobs.engine.hints import with_hint
+from jobs.engine.hints import job_of, with_hint
 from jobs.engine.identity import flat_fields
 from jobs.engine.locked import LOCKED_VARIABLE, check_locked
 from jobs.engine.masking import masked, printable
@@ -69,6 +69,8 @@ def parse_preset(
     if name not in presets:
         near = difflib.get_close_matches(name, presets, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(presets)}"
+        if other := job_of(name):
+            hint = f"it is one of jobs.{other}"
         fail(f"preset {name!r} is unknown: {hint}")
     dry_run = "--dry-run" in rest
     if save_path and not dry_run:

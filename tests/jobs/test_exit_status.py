@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import shlex
 import signal
@@ -16,9 +17,10 @@ import pytest
 
 from jobs.engine import revision
 from jobs.engine.command_line import fail, run_job
-from jobs.engine.hints import with_hint
+from jobs.engine.hints import job_of, with_hint
 from jobs.engine.revision import checkout_revision, revision_tags
-from jobs.tasks.presets import clip, language_models, sentences
+from jobs.studies.sweeps import presets as sweeps
+from jobs.tasks.presets import classifiers, clip, language_models, sentences
 from pipelines.sources import check_source
 
 ROOT = Path(__file__).parents[2]
@@ -201,8 +203,9 @@ def test_output_that_nobody_reads_ends_with_141_and_no_traceback(unbuffered: str
 def test_commands_and_workers_start_without_what_they_need_later_or_not_at_all() -> None:
     """Commands without presets are loaded whole."""
     commands = sorted({*JOBS} - {"prepare_images", "prepare_text", "sample_data"})
-    tasks = sorted(path.parent.name for path in (ROOT / "jobs/tasks").glob("*/task.py"))
-    assert len(tasks) >= 4
+    files = sorted((ROOT / "jobs/tasks").glob("*/*.py"))
+    parts = [f"jobs.tasks.{path.parent.name}.{path.stem}" for path in files if path.stem in ("create", "data", "task")]
+    assert len(parts) >= 8
     code = f"""
 import importlib, sys
 def load(heavy, *names):
@@ -210,12 +213,11 @@ def load(heavy, *names):
         importlib.import_module(name)
         print(name, *sorted(heavy & set(sys.modules)))
 load({{"deepspeed", "mlflow", "ray", "transformers"}}, *(f"jobs.{{name}}" for name in {commands}))
-parts = [f"jobs.tasks.{{task}}.{{part}}" for task in {tasks} for part in ("create", "task")]
-load({{"matplotlib", "jobs.engine.launch"}}, "jobs.engine.loop", *parts)
+load({{"matplotlib", "jobs.engine.launch"}}, "jobs.engine.loop", *{parts})
 """
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     lines = [line for line in shown.splitlines() if line.startswith("jobs.")]
-    assert len(lines) == len(commands) + 1 + 2 * len(tasks)
+    assert len(lines) == len(commands) + 1 + len(parts)
     assert [line for line in lines if " " in line] == []
 
 
@@ -229,7 +231,7 @@ def test_a_missing_path_is_called_missing(source: str, tmp_path: Path, monkeypat
     check_source("here")
 
 
-def test_a_hub_without_a_network_is_given_up_at_once() -> None:
+def test_a_hub_without_a_network_is_given_up_at_once(tmp_path: Path) -> None:
     """It runs in its own process, as the hub's library reads the address and the offline mode on import."""
     with socket.socket() as taken:  # Nobody listens on this port.
         taken.bind(("127.0.0.1", 0))
@@ -239,6 +241,22 @@ def test_a_hub_without_a_network_is_given_up_at_once() -> None:
         done = subprocess.run(
             [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
         )
+        # What is in the cache is used, without asking again for each of its files.
+        cached = tmp_path / "models--no-such-owner--no-such-model"
+        (cached / "snapshots" / "1").mkdir(parents=True)
+        (cached / "refs").mkdir()
+        (cached / "refs" / "main").write_text("1")
+        (cached / "snapshots" / "1" / "config.json").write_text("{}")
+        script += "\nfrom huggingface_hub import is_offline_mode\nassert is_offline_mode()"
+        environment["HF_HUB_CACHE"] = str(tmp_path)
+        again = subprocess.run(
+            [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+        )
+    assert (
+        again.stdout
+        == f"the hub at {address} does not answer: no-such-owner/no-such-model is read from its cache here\n"
+    )
+    assert (again.returncode, again.stderr) == (0, "")
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ValueError: 'no-such-owner/no-such-model' is no local directory")
     assert f"the hub at {address} cannot be reached from here: give the path of a directory" in last
@@ -255,6 +273,20 @@ def test_the_command_that_makes_what_is_missing_is_named(tmp_path: Path, monkeyp
             is_twin = name.endswith("-small") and name.removesuffix("-small") in presets.PRESETS
             command = f" This model is made by: python -m jobs.{job} {name}" if is_twin else ""
             assert with_hint(f"runs/{name}/export is missing.") == f"runs/{name}/export is missing.{command}"
+    for job, others in (
+        ("sweep", sweeps),
+        ("train_classifier", classifiers),
+        ("train_lm", language_models),
+        ("train_clip", clip),
+    ):
+        assert {job_of(name) for name in others.PRESETS} == {job}
+    assert with_hint("model.path = 'model' is no local directory, and").endswith("of your own: give --model.path")
+    Path("runs/mine/export").mkdir(parents=True)
+    Path("runs/mine/export/config.json").write_text("{}")
+    no_model = "model = runs/mine is no Transformers model directory"
+    assert with_hint(no_model) == f"{no_model}. It is a run; its model is runs/mine/export"
+    Path("runs/mine/export/config.json").write_text(json.dumps({"embedding_size": 8, "image_size": 32}))
+    assert "give it --images in the place of --text" in with_hint("runs/mine/export is no Transformers model directory")
     Path(MODEL).mkdir(parents=True)
     assert with_hint(f"{MODEL!r} holds no tokenizer") == f"{MODEL!r} holds no tokenizer"
 
