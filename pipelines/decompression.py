@@ -23,6 +23,8 @@ _MAX_XZ_BYTES = 2**28
 _MAX_ZSTD_WINDOW_BYTES = 2**31
 # A window that needs no look at the machine's memory. It is what zstandard allows unless asked.
 _SMALL_ZSTD_WINDOW_BYTES = 2**27
+_MAX_ZSTD_HEADER_BYTES = 18
+_ZSTD_PIECE_BYTES = 2**10
 
 _MAGIC = {
     b"\x1f\x8b": ArchiveFormat.JSONL_GZ,
@@ -70,7 +72,7 @@ def compression_of(beginning: bytes) -> ArchiveFormat | None:
 
 
 def decompress(stream: Readable, num_bytes: int, line_format: ArchiveFormat) -> Iterator[bytes]:
-    """Yield the decompressed bytes in pieces of at most READ_BYTES.
+    """Yield the decompressed bytes in pieces of at most 32 MiB, usually of READ_BYTES or a block.
 
     Args:
         stream: source of the stored bytes.
@@ -137,19 +139,26 @@ def _decompress_frames(
 
 
 def _decompress_zstd(stream: Readable) -> Iterator[bytes]:
-    source = _ZstdSource(stream)
-    reader = zstandard.ZstdDecompressor(max_window_size=_MAX_ZSTD_WINDOW_BYTES).stream_reader(
-        source,  # type: ignore[arg-type]
-        read_across_frames=True,
-        closefd=False,
-    )
-    try:
-        while chunk := reader.read(READ_BYTES):
-            yield chunk
-    except zstandard.ZstdError as error:
-        raise DamagedError(f"corrupt zstandard stream: {error}") from error
-    if not source.at_frame_end:
-        raise DamagedError("the zstandard stream ends inside a frame")
+    """Decompress one frame after the other: only at the end of a frame may a stream end, or it was truncated."""
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_ZSTD_WINDOW_BYTES)
+    data = stream.read(READ_BYTES)
+    if not data:
+        raise DamagedError("the zstandard stream has no frame")
+    while data := data or stream.read(READ_BYTES):
+        while len(data) < _MAX_ZSTD_HEADER_BYTES and (more := stream.read(READ_BYTES)):
+            data += more
+        try:
+            check_window(zstandard.get_frame_parameters(data).window_size)
+            frame = decompressor.decompressobj()
+            while not frame.eof:
+                if not data and not (data := stream.read(READ_BYTES)):
+                    raise DamagedError("the zstandard stream ends inside a frame")
+                # A kibibyte can hold 32 MiB, as four bytes can be a block of 128 KiB.
+                if chunk := frame.decompress(data[:_ZSTD_PIECE_BYTES]):
+                    yield chunk
+                data = frame.unused_data + data[_ZSTD_PIECE_BYTES:]
+        except zstandard.ZstdError as error:
+            raise DamagedError(f"corrupt zstandard stream: {error}") from error
 
 
 def check_window(num_bytes: int, available_bytes: int | None = None) -> None:
@@ -171,70 +180,3 @@ def check_window(num_bytes: int, available_bytes: int | None = None) -> None:
                 f"the zstandard stream needs a window of {num_bytes / 2**20:,.0f} MiB, and no more than "
                 f"{limit / 2**20:,.0f} MiB can be given to it: compress it again, with --long=27 or less"
             )
-
-
-class _ZstdSource:
-    """Pass compressed bytes through unchanged while tracking the Zstandard frames in them (RFC 8878, section 3.1).
-
-    The stream reader of `zstandard` treats the end of its input as the end of the data, even in the middle of a frame.
-    Tracking where frames end is therefore the only way to notice that a download was truncated. The window that a frame
-    needs is checked before the decoder sees the frame.
-    """
-
-    __slots__ = ("_checksum_bytes", "_header", "_in_frame", "_num_frames", "_num_skip", "_stream")
-
-    def __init__(self, stream: Readable) -> None:
-        self._stream = stream
-        self._header = b""  # The bytes read so far of the next frame or block header.
-        self._num_skip = 0  # The number of bytes between the current position and that header.
-        self._in_frame = False
-        self._checksum_bytes = 0
-        self._num_frames = 0
-
-    @property
-    def at_frame_end(self) -> bool:
-        return self._num_frames > 0 and not (self._in_frame or self._num_skip or self._header)
-
-    def read(self, num_bytes: int, /) -> bytes:
-        data = self._stream.read(num_bytes)
-        position = 0
-        while position < len(data):
-            if self._num_skip:
-                step = min(self._num_skip, len(data) - position)
-                self._num_skip -= step
-                position += step
-                continue
-            self._header += data[position : position + 1]
-            position += 1
-            self._parse_header()
-        return data
-
-    def _parse_header(self) -> None:
-        header = self._header
-        if self._in_frame:
-            if len(header) < 3:
-                return
-            block = int.from_bytes(header, "little")
-            is_last, is_run, size = block & 1, block >> 1 & 3 == 1, block >> 3
-            self._num_skip = (1 if is_run else size) + (self._checksum_bytes if is_last else 0)
-            self._in_frame = not is_last
-        else:
-            if len(header) < 5:
-                return
-            magic = int.from_bytes(header[:4], "little")
-            if magic >> 4 == 0x184D2A5:  # This is a skippable frame; its size follows the magic number.
-                if len(header) < 8:
-                    return
-                self._num_skip = int.from_bytes(header[4:], "little")
-            else:  # A wrong magic number is not checked here, because the decompressor reports it.
-                descriptor = header[4]
-                single_segment = descriptor >> 5 & 1
-                size_bytes = (single_segment, 2, 4, 8)[descriptor >> 6]
-                if len(header) < 5 + (1 - single_segment) + (0, 1, 2, 4)[descriptor & 3] + size_bytes:
-                    return
-                if magic == zstandard.MAGIC_NUMBER:
-                    check_window(zstandard.get_frame_parameters(header).window_size)
-                self._checksum_bytes = 4 * (descriptor >> 2 & 1)
-                self._in_frame = True
-            self._num_frames += 1
-        self._header = b""
