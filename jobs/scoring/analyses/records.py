@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pyarrow.fs import FileSelector, FileType
+from pyarrow.fs import FileType
 
+from pipelines.archives import list_once
 from pipelines.storage import read_bytes, resolve
 from pipelines.text.lines import decode
 
@@ -133,7 +134,7 @@ def _csv_files(data: str) -> list[str]:
         raise FileNotFoundError(f"data = {data}: there is no such file or directory")
     if info.type is FileType.File:
         return [data]
-    entries = filesystem.get_file_info(FileSelector(path, recursive=True))
+    entries = list_once(filesystem, path)
     files = sorted(entry.path for entry in entries if entry.type is FileType.File and entry.extension.lower() == "csv")
     if not files:
         raise FileNotFoundError(f"data = {data} holds no .csv file")

@@ -21,7 +21,7 @@ from pyarrow import fs
 from transformers import PreTrainedTokenizerFast
 
 from jobs.engine.fields import absolute_path
-from pipelines.archives import ArchiveFormat, list_archives
+from pipelines.archives import ArchiveFormat, list_archives, list_once
 from pipelines.images.archives import IMAGE_SUFFIXES, MAX_IMAGE_BYTES
 from pipelines.images.decoding import ImageError
 from pipelines.images.manifest import ImageManifest
@@ -140,7 +140,7 @@ def _directory(source: str) -> tuple[tuple[str, ...], list[_Entry]]:
     filesystem, root = resolve(source)
     files: list[str] = []
     entries: list[_Entry] = []
-    for file in filesystem.get_file_info(fs.FileSelector(root, recursive=True)):
+    for file in list_once(filesystem, root):
         name = relative(file.path, root)
         if not _is_hidden(name):
             is_folder = file.type == fs.FileType.Directory

@@ -141,6 +141,7 @@ def test_a_tar_two_tars_and_a_directory_are_the_same(tmp_path: Path) -> None:
         write_tar(tmp_path / "two" / f"{split}.tar", {name: data for name, data in files.items() if name[0] == split})
     with tarfile.open(tmp_path / "one.tar") as tar:
         tar.extractall(tmp_path / "three", filter="data")
+    (tmp_path / "three" / "again").symlink_to(".")
     for name in ("one.tar", "two", "three"):
         folders = ClassFolders.read(str(tmp_path / name))
         assert folders.folders == ("x_y", "z")
