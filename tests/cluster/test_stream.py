@@ -68,7 +68,7 @@ def test_text_and_images_are_prepared_and_streamed_as_without_ray(
         text = PrepareConfig(source=str(corpus / "validation"), tokenizer=str(corpus / "tokenizer"))
         pairs = PrepareImagesConfig(source=str(images / "train"))
         root = str(tmp_path / place)
-        return prepare_text(text, layout, root), prepare_images(pairs, root, part_bytes=20_000)
+        return prepare_text(text, layout, root), prepare_images(pairs, root)
 
     with without_ray():
         expected = prepare("alone")
