@@ -22,6 +22,7 @@ import ray
 
 from jobs.engine.ray_private import (
     address_that_ray_asks,
+    end_with_this_process,
     find_started_cluster,
     in_a_group_of_their_own,
     listen_on_loopback,
@@ -198,6 +199,7 @@ def _start_local_ray() -> None:
                     log_to_driver=False,
                     _temp_dir=str(private_directory() / "ray"),  # Ray opens this directory to all, too
                 )
+            end_with_this_process()
             return
         except Exception as error:  # Ray raises no more specific exception
             if "timed out" not in str(error).lower():

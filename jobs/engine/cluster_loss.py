@@ -25,6 +25,7 @@ from jobs.engine.failures import describe_continuation
 from jobs.engine.job import FatalTrainingError
 from jobs.engine.masking import masked
 from jobs.engine.progress import note_failure
+from jobs.engine.ray_private import is_raylet_lost
 from jobs.engine.resumption import registered_step
 
 _LOST_PROCESS = (NodeDiedError, ObjectLostError, RayActorError, RaySystemError, RpcError)
@@ -79,6 +80,7 @@ class HeadWatch:
         self._directory, self._patience, self._seconds_to_end = directory, patience, seconds_to_end
         self._seconds_between_looks = seconds_between_looks
         self._address = ""
+        self._has_no_raylet = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="head watch", daemon=True)
         self.message = ""
@@ -102,7 +104,7 @@ class HeadWatch:
         if not isinstance(error, (RayError, TrainingFailedError)) or not self._find_address():
             return ""
         time.sleep(1.0)  # the processes of a head do not all end in the same moment
-        if not answers(self._address):
+        if self._is_raylet_lost() or not answers(self._address):
             return self._describe_loss()
         if isinstance(error, _LOST_PROCESS):
             first = (str(error).strip().splitlines() or [""])[0]
@@ -113,6 +115,8 @@ class HeadWatch:
     def _run(self) -> None:
         answered = time.monotonic()
         while not self._stop.wait(self._seconds_between_looks):
+            if self._is_raylet_lost():
+                break
             if not self._find_address() or answers(self._address):
                 answered = time.monotonic()
             elif time.monotonic() - answered > self._patience:
@@ -137,7 +141,16 @@ class HeadWatch:
             self._address = ray.get_runtime_context().gcs_address
         return self._address
 
+    def _is_raylet_lost(self) -> bool:
+        self._has_no_raylet = self._has_no_raylet or is_raylet_lost()
+        return self._has_no_raylet
+
     def _describe_loss(self) -> str:
+        if self._has_no_raylet:
+            return self._note(
+                "Ray's process on this machine that starts the workers, the raylet, was lost: it was killed, perhaps for "
+                f"lack of memory, or it crashed. To continue: {describe_continuation(self._directory)}"
+            )
         # A Ray that the job has started itself is started by the command.
         remedy = ", start the cluster again:" if os.environ.get("RAY_ADDRESS") else ":"
         return self._note(

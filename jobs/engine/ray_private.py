@@ -14,15 +14,18 @@ This module does not import torch, because it runs in Ray Train's cleaner, whose
 
 from __future__ import annotations
 
+import atexit
 import ipaddress
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from ray._private import ray_constants, services, state
+import psutil
+import ray
+from ray._private import ray_constants, services, state, worker
 from ray._private.resource_and_label_spec import ResourceAndLabelSpec
 from ray.train._internal.utils import get_address_and_port
 from ray.train.v2._internal.callbacks import placement_group_callback
@@ -231,6 +234,34 @@ def in_a_group_of_their_own() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = original  # type: ignore[misc]
+
+
+def is_raylet_lost() -> bool:
+    """Return whether the raylet of the Ray that this process has started has ended; nothing else says so for minutes."""
+    node = worker._global_node
+    return node is not None and any(info.process.poll() is not None for info in node.all_processes.get("raylet", []))
+
+
+def end_with_this_process() -> None:
+    """Have every process of the Ray that this process has started end with it, also those that a killed raylet has left.
+
+    Raylets end their agents, and Ray the raylet: where the control service or the raylet was killed, agents live on.
+    """
+    node, owner = worker._global_node, os.getpid()
+    if node is None:
+        return
+    session = node.get_session_dir_path()
+
+    def end() -> None:
+        if os.getpid() != owner:  # a fork
+            return
+        ray.shutdown(True)  # first, as Ray itself does when the interpreter exits
+        for process in psutil.process_iter(["cmdline"]):
+            if any(session in word for word in process.info["cmdline"] or ()):
+                with suppress(psutil.Error):
+                    process.kill()
+
+    atexit.register(end)
 
 
 def find_started_cluster() -> str:

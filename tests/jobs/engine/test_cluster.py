@@ -10,9 +10,11 @@ import socket
 import stat
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from ray.exceptions import ActorUnavailableError
 from ray.train.v2.api.exceptions import ControllerError
 from support import ROOT
 
-from jobs.engine import cluster, cluster_loss
+from jobs.engine import cluster, cluster_loss, ray_private
 from jobs.engine.cluster import check_machine, ensure_token, private_directory, start_ray
 from jobs.engine.cluster_loss import HeadWatch, LostClusterError, naming_lost_cluster
 from pipelines.storage import read_json
@@ -65,6 +67,23 @@ def test_an_error_of_ray_without_its_head_says_that_the_head_is_lost(
     assert str(caught.value).startswith(f"Ray's head at {address} does not answer: ")
     assert str(caught.value).endswith("the same command then begins again at step 0")
     assert (read_json(f"{tmp_path}/failure.json") or {})["cause"] == str(caught.value)
+
+
+@pytest.mark.usefixtures("no_patience")
+def test_a_raylet_that_is_killed_interrupts_the_run(
+    head: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raylet = subprocess.Popen(["sleep", "100"])
+    node = SimpleNamespace(all_processes={"raylet": [SimpleNamespace(process=raylet)]})
+    monkeypatch.setattr(ray_private.worker, "_global_node", node)
+    with HeadWatch(str(tmp_path), patience=20.0, seconds_to_end=20.0, seconds_between_looks=0.05) as watch:
+        threading.Event().wait(0.3)
+        assert not watch.message
+        raylet.kill()
+        with pytest.raises(KeyboardInterrupt):
+            threading.Event().wait(30)
+    assert watch.message.startswith("Ray's process on this machine that starts the workers, the raylet, was lost")
+    assert watch.explain(unavailable()) == watch.message  # also if Ray's error is there first
 
 
 @pytest.mark.usefixtures("no_patience")
