@@ -5,30 +5,38 @@ How a document longer than the context is read is said in `pipelines.text.window
 
 from __future__ import annotations
 
+import logging
+
 from pyarrow.fs import FileType
 from transformers import PretrainedConfig
 
-from pipelines.archives import PLAIN_SUFFIXES, SUFFIXES, Archive, list_archives, resolve_source
+from pipelines.archives import PLAIN_SUFFIXES, SUFFIXES, Archive, describe_not_read, list_source, resolve_source
 from pipelines.storage import relative, resolve
 from pipelines.text.windows import default_stride
+
+logger = logging.getLogger(__name__)
 
 
 def list_sources(uri: str) -> list[Archive]:
     """Returns the files to read.
 
     These are the plain text file or archive at the path or URI, or a directory's archives, or, if it has none, its
-    plain text files.
+    plain text files. A warning names the other files of the directory.
 
     Raises:
         FileNotFoundError, ValueError: as `list_archives`.
     """
     filesystem, root = resolve(uri)
-    if filesystem.get_file_info(root).type == FileType.Directory:
-        try:
-            return list_archives(uri)
-        except FileNotFoundError:  # the directory has no archives, but it may have plain texts
-            pass
-    return list_archives(uri, SUFFIXES | PLAIN_SUFFIXES)
+    is_directory = filesystem.get_file_info(root).type == FileType.Directory
+    try:
+        listing = list_source(uri, SUFFIXES if is_directory else SUFFIXES | PLAIN_SUFFIXES)
+    except FileNotFoundError:
+        if not is_directory:
+            raise
+        listing = list_source(uri, SUFFIXES | PLAIN_SUFFIXES)  # the directory has no archives, but it may have plain texts
+    if listing.not_read:
+        logger.warning("%s%s", uri, describe_not_read(listing.not_read))
+    return listing.archives
 
 
 def archive_sizes(source: str, archives: list[Archive]) -> dict[str, int]:

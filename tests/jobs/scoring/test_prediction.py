@@ -160,12 +160,18 @@ def test_a_plain_text_file_becomes_a_page_of_its_first_tokens(
     assert "note.md:0" in page
 
 
-def test_a_directory_is_read_as_archives_or_else_as_plain_text(tmp_path: Path) -> None:
+def test_a_directory_is_read_as_archives_or_else_as_plain_text(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for name in ("b.txt", "a.md", "c.py"):
         (tmp_path / name).write_text("text")
     assert [Path(archive.path).name for archive in list_sources(str(tmp_path))] == ["a.md", "b.txt"]
     (tmp_path / "d.jsonl").write_text('"text"\n')
     assert [Path(archive.path).name for archive in list_sources(str(tmp_path))] == ["d.jsonl"]
+    assert [record.getMessage().partition("; ")[2] for record in caplog.records] == [
+        "not read: 1 other files (c.py)",
+        "not read: 3 other files (a.md, b.txt, c.py)",
+    ]
 
 
 def test_another_configuration_is_refused_with_what_differs(model: Path, text: Path, tmp_path: Path) -> None:
