@@ -250,15 +250,17 @@ def end_with_this_process() -> None:
     node, owner = worker._global_node, os.getpid()
     if node is None:
         return
-    session = node.get_session_dir_path()
+    # Every process that Ray starts here leads a group (`in_a_group_of_their_own`), in which its own children are.
+    groups = {info.process.pid for infos in node.all_processes.values() for info in infos}
 
     def end() -> None:
         if os.getpid() != owner:  # a fork
             return
-        ray.shutdown(True)  # first, as Ray itself does when the interpreter exits
+        ray.shutdown(_exiting_interpreter=True)  # first, as Ray itself does when the interpreter exits
         for process in psutil.process_iter(["cmdline"]):
-            if any(session in word for word in process.info["cmdline"] or ()):
-                with suppress(psutil.Error):
+            is_of_ray = (process.info["cmdline"] or [""])[0].startswith("ray::")  # the number may be another's by now
+            with suppress(psutil.Error, OSError):
+                if is_of_ray and os.getpgid(process.pid) in groups:
                     process.kill()
 
     atexit.register(end)
