@@ -26,7 +26,7 @@ from jobs.scoring.reward.rollouts import Answer, Order, RolloutWorker
 from jobs.scoring.reward.trainer import NoRewardError, RewardTrainer
 from jobs.scoring.verifiers.verifier import VerifierSection
 from jobs.tasks.language_model.config import TemperatureSection
-from pipelines.text.tokenization import load_tokenizer
+from pipelines.text.tokenization import encode_prompt, load_tokenizer
 from tempnet.network import TempNet
 from tempnet.reward import distinct_advantages, leave_one_out
 from tests.jobs.scoring.generation_support import VOCABULARY, generate, make_model, read
@@ -254,7 +254,7 @@ def test_what_the_verifier_loses_is_counted_and_a_step_without_rewards_ends_the_
 def test_the_target_is_the_divergence_of_success_and_the_reward_rises(begin: Any, tmp_path: Path, model: Path) -> None:
     """Right is what the model says at τ = 0, so that lower temperatures are rewarded."""
     base, tokenizer = AutoModelForCausalLM.from_pretrained(model).eval(), load_tokenizer(str(model))
-    inputs = [tokenizer(prompt, return_tensors="pt").input_ids for prompt in PROMPTS]
+    inputs = [torch.tensor([encode_prompt(tokenizer, prompt)]) for prompt in PROMPTS]
     greedy = [base.generate(ids, do_sample=False, max_new_tokens=2)[0][-2:] for ids in inputs]
     trainer = begin(
         verifier="exact",
@@ -280,7 +280,7 @@ def test_the_target_is_the_divergence_of_success_and_the_reward_rises(begin: Any
     prompts.write_text("def\n")
     generate(tmp_path / "export", prompts, tmp_path / "texts.jsonl")
     record = read(tmp_path / "texts.jsonl")[0]
-    found = base(tokenizer("def", return_tensors="pt").input_ids, output_hidden_states=True)
+    found = base(torch.tensor([encode_prompt(tokenizer, "def")]), output_hidden_states=True)
     tau = trainer.network(found.logits[0, -1:, :VOCABULARY], found.hidden_states[-1][0, -1:])
     assert record["tau"][0] == pytest.approx(tau.item(), rel=1e-4)
 
