@@ -152,21 +152,23 @@ def _walk_local(root: str) -> Iterator[tuple[str, int | None]]:
     Links are followed, and what was visited is not visited again: a directory with two links to itself would have 2^40
     paths. Names that are not UTF-8 hold surrogates, as everywhere in Python.
     """
-    seen = {os.path.realpath(root)}
-    directories = deque([root])
+    real = os.path.realpath(root)
+    seen, directories = {real}, deque([(root.rstrip("/"), real.rstrip("/"))])
     while directories:
-        directory = directories.popleft()
-        for name in sorted(os.listdir(directory)):
-            path = f"{directory.rstrip('/')}/{name}"
-            target = os.path.realpath(path)
-            if target in seen or name.startswith((".", "_")):
+        directory, real = directories.popleft()
+        with os.scandir(directory or "/") as found:
+            entries = sorted(found, key=lambda entry: entry.name)
+        for entry in entries:
+            path = f"{directory}/{entry.name}"
+            target = os.path.realpath(path) if entry.is_symlink() else f"{real}/{entry.name}"
+            if target in seen or entry.name.startswith((".", "_")):
                 continue
             seen.add(target)
-            if os.path.isdir(path):
-                directories.append(path)
+            if entry.is_dir():
+                directories.append((path, target))
                 continue
             try:
-                status = os.stat(path)
+                status = entry.stat()
             except OSError:
                 yield path, None
             else:

@@ -9,7 +9,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -67,8 +67,8 @@ def _make_s3(settings: dict[str, Any]) -> _S3FileSystem:
 
 def relative(path: str, root: str) -> str:
     """Return `path` relative to the directory `root`, or only its file name if it equals `root` or is not below it."""
-    below = PurePosixPath(path)
-    return str(below.relative_to(root)) if path != root and below.is_relative_to(root) else below.name
+    directory = f"{root.rstrip('/')}/"
+    return path.removeprefix(directory) if path.startswith(directory) else path.rpartition("/")[2]
 
 
 def join(uri: str, name: str) -> str:

@@ -164,7 +164,7 @@ def list_image_source(uri: str) -> tuple[list[ImageArchive], list[str]]:
     files = [archive for archive in listing.archives if archive.format is not ArchiveFormat.TAR]
     for first in range(0, len(files), _NUM_FILES_PER_ARCHIVE):
         group = files[first : first + _NUM_FILES_PER_ARCHIVE]
-        names = tuple(str(PurePosixPath(file.path).relative_to(directory)) for file in group)
+        names = tuple(relative(file.path, directory) for file in group)
         groups.append(ImageArchive(path=directory, num_bytes=sum(file.num_bytes for file in group), files=names))
     return groups, listing.not_read
 
