@@ -10,13 +10,13 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerFast
 
 from jobs.scoring.config import PoolSection
+from jobs.scoring.text_sources import TextSettings
 from jobs.scoring.units import Finished, Outcome, UnitStore, Work, map_units, part_file
 from pipelines.archives import Archive, resolve_source
 from pipelines.problems import check_problems
@@ -26,30 +26,6 @@ from pipelines.text.reading import Document, readable_documents
 from pipelines.text.tokenization import load_tokenizer
 
 _READ_SCHEMA = pa.schema({"key": pa.string(), "token_ids": pa.list_(pa.int32())})
-
-
-class ReadSettings(Protocol):
-    """The settings that decide which parts an archive has."""
-
-    @property
-    def source(self) -> str:
-        """Path or URI that the archives were listed from."""
-
-    @property
-    def model(self) -> str:
-        """Directory, URI or hub name of the model, whose tokenizer is used."""
-
-    @property
-    def text_field(self) -> str:
-        """Name of the field or column that contains the text."""
-
-    @property
-    def max_documents(self) -> int:
-        """Maximum number of documents of each archive; 0 for all."""
-
-    @property
-    def part_characters(self) -> int:
-        """Number of characters with which a part ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +66,7 @@ class ReadArchive:
 
 
 def map_archives(
-    settings: ReadSettings,
+    settings: TextSettings,
     archives: Sequence[Archive],
     output: str,
     workers: PoolSection,
@@ -149,7 +125,7 @@ def _is_complete(output: str, number: int, done: frozenset[str]) -> bool:
 
 
 def read_parts(
-    settings: ReadSettings, archive: Archive, number: int, output: str, *, done: frozenset[str]
+    settings: TextSettings, archive: Archive, number: int, output: str, *, done: frozenset[str]
 ) -> Iterator[Part]:
     """Yields the tokenised parts of an archive, except those whose file name is in `done`.
 

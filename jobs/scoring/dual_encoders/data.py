@@ -11,12 +11,17 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from jobs.engine.cluster import start_ray
+from jobs.engine.fields import absolute_path
 from jobs.engine.named_values import named_values
 from jobs.scoring.dual_encoders.config import EvaluateClipConfig
 from jobs.scoring.dual_encoders.embeddings import Embeddings
-from jobs.scoring.dual_encoders.encoder import DualEncoderSpec
+from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, caption_encoder
 from jobs.scoring.dual_encoders.images import ClassFolders, FolderImages, ImageSet, PairImages
 from jobs.scoring.dual_encoders.prompts import prompts, read_class_names, read_templates
+from jobs.scoring.headroom.config import Headroom
+from jobs.scoring.models import model_labels
+from jobs.scoring.temperatures.config import PredictPairTemperaturesConfig
+from jobs.tasks.base import naming_field
 from pipelines.archives import resolve_source
 from pipelines.images.prepare import PrepareImagesConfig, check_source, prepare_images
 from pipelines.problems import check_problems
@@ -196,3 +201,25 @@ def pairs_record(images: PrepareImagesConfig) -> dict[str, Any]:
             for archive in archives
         },
     }
+
+
+def resolve_pairs(config: PredictPairTemperaturesConfig | Headroom) -> tuple[PrepareImagesConfig, DualEncoderSpec]:
+    """Returns how the pairs of a configuration are prepared, and its model.
+
+    Raises:
+        FileNotFoundError, OSError: if images, captions or the model are missing.
+        ValueError: naming the field, if they are not understood.
+    """
+    images = PrepareImagesConfig(
+        source=absolute_path(config.images),
+        captions=absolute_path(config.captions),
+        splits=config.splits,
+        max_bad_share=config.max_bad_share,
+        key_dot=config.key_dot,
+    )
+    with naming_field("images: "):
+        check_source(images)
+    (label,) = model_labels([config.model])
+    model = DualEncoderSpec.read(label, config.model, field="model")
+    caption_encoder(model, field="model")
+    return images, model

@@ -16,8 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jobs.engine.cluster import start_ray
-from jobs.engine.fields import absolute_path
-from jobs.scoring.dual_encoders.data import model_record, pairs_record
+from jobs.scoring.dual_encoders.data import model_record, pairs_record, resolve_pairs
 from jobs.scoring.dual_encoders.embeddings import (
     EncodingUnit,
     embedding_store,
@@ -38,10 +37,9 @@ from jobs.scoring.headroom.galleries import (
     windows,
 )
 from jobs.scoring.headroom.questions import Question
-from jobs.scoring.models import model_labels
 from jobs.scoring.units import ScoringFailedError, UnitStore, Work, check_pool, map_units
 from jobs.tasks.base import naming_field
-from pipelines.images.prepare import PrepareImagesConfig, check_source, describe, prepare_images
+from pipelines.images.prepare import PrepareImagesConfig, describe, prepare_images
 from pipelines.local_copy import local_copy
 from tempnet.headroom.run import HeadroomTest
 from tempnet.models.training_temperature import load_training_temperature
@@ -85,18 +83,7 @@ def resolve_settings(config: Headroom) -> PairHeadroomSettings:
         ValueError: naming the field, if they do not fit together or the model is none of images and texts.
     """
     assert config.precision in ("fp32", "bf16")
-    images = PrepareImagesConfig(
-        source=absolute_path(config.images),
-        captions=absolute_path(config.captions),
-        splits=config.splits,
-        max_bad_share=config.max_bad_share,
-        key_dot=config.key_dot,
-    )
-    with naming_field("images: "):
-        check_source(images)
-    (label,) = model_labels([config.model])
-    model = DualEncoderSpec.read(label, config.model, field="model")
-    caption_encoder(model, field="model")
+    images, model = resolve_pairs(config)
     with naming_field("model: "):
         own_tau = load_training_temperature(local_copy(model.path))
     return PairHeadroomSettings(

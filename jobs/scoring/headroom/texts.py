@@ -16,20 +16,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from jobs.engine.command_line import as_typed
-from jobs.engine.fields import absolute_path
-from jobs.engine.fingerprints import model_digest
 from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.headroom.questions import Question
 from jobs.scoring.headroom.tables import end_losses, measured_table
 from jobs.scoring.text_parts import Part, map_archives, part_files, token_arrays
-from jobs.scoring.text_sources import archive_sizes, choose_windows, list_sources
+from jobs.scoring.text_sources import TextSettings, list_sources, read_in_batches, text_options
 from jobs.scoring.units import Finished, to_parquet
 from jobs.tasks.base import naming_field
 from jobs.tasks.language_model.config import EndOfDocument
@@ -39,8 +37,7 @@ from pipelines.local_copy import is_directory, local_copy
 from pipelines.sources import check_source
 from pipelines.storage import join
 from pipelines.text.reading import Document, readable_documents
-from pipelines.text.tokenization import document_start_id, load_tokenizer, tokenizer_digest
-from pipelines.text.windows import ReadingWindow, batches, windows_of
+from pipelines.text.tokenization import load_tokenizer
 from tempnet.base_model import load_base, read_config
 from tempnet.devices import DeviceMap, input_device, move_base
 from tempnet.headroom.features import Tokens
@@ -50,7 +47,6 @@ from tempnet.models.output_head import find_output_head
 from tempnet.precisions import loading_options
 from tempnet.weights import check_weight_files
 
-FORMAT_VERSION = 2
 # Maximum number of logits held in float32 at a time (64 MiB); a profile needs four copies.
 _NUM_LOGITS_AT_ONCE = 1 << 24
 # What the loss needs beside its range of τ to reach the figure of the test (docs/when.md).
@@ -59,32 +55,15 @@ FEATURES = {"scalars": "scalars of the logits", "hidden": "hidden state", "both"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadroomSettings:
-    """Settings for the workers; local paths are absolute, because a worker has its own working directory."""
+class HeadroomSettings(TextSettings):
+    """Settings of a headroom test, for the workers."""
 
-    source: str
-    model: str
-    text_field: str
-    context_length: int
-    stride: int
-    batch_size: int
-    precision: Literal["fp32", "bf16", "int8", "fp8"]
+    format_version: ClassVar[int] = 2
     tokens_per_document: int
-    max_documents: int
-    part_characters: int
     vocab_size: int
-    bos_id: int
     eos_id: int
-    model_digest: str
-    tokenizer_digest: str
     known_text: tuple[str, ...]
     """Names of archives that the model is known to have been trained on."""
-
-    def record(self, archives: list[Archive]) -> dict[str, Any]:
-        """Returns everything that decides the measured tokens, without file locations and the batch size."""
-        left_out = ("source", "model", "batch_size", "known_text")
-        values = {name: value for name, value in asdict(self).items() if name not in left_out}
-        return {"version": FORMAT_VERSION, **values, **archive_sizes(self.source, archives)}
 
 
 def resolve_settings(config: Headroom) -> tuple[HeadroomSettings, list[Archive]]:
@@ -111,26 +90,14 @@ def resolve_settings(config: Headroom) -> tuple[HeadroomSettings, list[Archive]]
         raise ValueError(
             f"model = {config.model!r}: its tokenizer has {len(tokenizer)} tokens, more than its {base.vocab_size} logits"
         )
-    context_length, stride = choose_windows(config.model, base, config.context_length, config.stride)
+    options = text_options(config, tokenizer, base)
     _check_number_of_documents(config, archives)
-    known = warn_of_known_text(config.model, config.text, archives, field="text")
     return HeadroomSettings(
-        source=absolute_path(config.text),
-        model=absolute_path(config.model),
-        text_field=config.text_field,
-        context_length=context_length,
-        stride=stride,
-        batch_size=config.batch_size,
-        precision=config.precision,
+        **options,
         tokens_per_document=config.tokens_per_document,
-        max_documents=config.max_documents,
-        part_characters=config.part_characters,
         vocab_size=len(tokenizer),
-        bos_id=document_start_id(tokenizer),
         eos_id=int(tokenizer.eos_token_id),
-        model_digest=model_digest(config.model),
-        tokenizer_digest=tokenizer_digest(tokenizer),
-        known_text=tuple(known),
+        known_text=tuple(warn_of_known_text(config.model, config.text, archives, field="text")),
     ), archives
 
 
@@ -185,34 +152,17 @@ class Measurer:
     @torch.inference_mode()
     def measure(self, documents: Sequence[np.ndarray]) -> Tokens:
         """Returns what is known of all tokens of documents (n,), document after document, on the CPU."""
-        settings = self._settings
-        streams = [torch.from_numpy(np.concatenate([[settings.bos_id], ids]).astype(np.int64)) for ids in documents]
         starts = np.concatenate([[0], np.cumsum([len(ids) for ids in documents])])
-        windows = [
-            window
-            for number, ids in enumerate(documents)
-            for window in windows_of(number, len(ids), context_length=settings.context_length, stride=settings.stride)
-        ]
         places: list[Tensor] = [torch.empty(0, dtype=torch.long)]
         found: list[Tokens] = []
-        for batch in batches(windows, settings.batch_size):
-            found += self._measure_batch(streams, batch)
+        for batch, *tensors in read_in_batches(documents, self._settings):
+            found += self._measure_batch(*(tensor.to(self._device) for tensor in tensors))
             places += [torch.arange(window.first, window.stop) + int(starts[window.document]) for window in batch]
         order = torch.cat(places).argsort()
         return Tokens.join(found, order)
 
-    def _measure_batch(self, streams: Sequence[Tensor], batch: Sequence[ReadingWindow]) -> list[Tokens]:
+    def _measure_batch(self, input_ids: Tensor, targets: Tensor, is_new: Tensor) -> list[Tokens]:
         """Returns what is known of a batch's new tokens, window after window, in chunks."""
-        num_positions = max(window.num_positions for window in batch)
-        input_ids = torch.full((len(batch), num_positions), self._settings.bos_id)
-        targets = torch.zeros((len(batch), num_positions), dtype=torch.long)
-        is_new = torch.zeros((len(batch), num_positions), dtype=torch.bool)
-        for row, window in enumerate(batch):
-            stream, stop = streams[window.document], window.num_positions
-            input_ids[row, :stop] = stream[window.start : window.stop]
-            targets[row, :stop] = stream[window.start + 1 : window.stop + 1]
-            is_new[row, window.first - window.start : stop] = True
-        input_ids, is_new = input_ids.to(self._device), is_new.to(self._device)
         logits: Tensor | None = None
         # Padding is on the right, so that a causal model never attends to it.
         if self._head is None:
@@ -220,7 +170,7 @@ class Measurer:
             hidden, logits = output.hidden_states[-1][is_new], output.logits[is_new]
         else:
             hidden = self._base.base_model(input_ids=input_ids, use_cache=False)[0].to(self._device)[is_new]
-        wanted = targets.to(self._device)[is_new]
+        wanted = targets[is_new]
         size = max(1, _NUM_LOGITS_AT_ONCE // self._settings.vocab_size)
         return [
             self._measure_chunk(hidden[at : at + size], wanted[at : at + size], logits, at)

@@ -24,16 +24,15 @@ from jobs.engine.cluster import start_ray
 from jobs.engine.fields import absolute_path
 from jobs.engine.fingerprints import tempnet_digest
 from jobs.scoring.config import PoolSection
-from jobs.scoring.dual_encoders.data import model_record, pairs_record
+from jobs.scoring.dual_encoders.data import model_record, pairs_record, resolve_pairs
 from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, Encoder, caption_encoder
-from jobs.scoring.models import model_labels
 from jobs.scoring.temperatures.config import SUMMARY_FILE, PredictPairTemperaturesConfig
 from jobs.scoring.units import Finished, UnitStore, Work, check_pool, map_units, part_file, to_parquet
 from jobs.tasks.base import naming_field
 from pipelines.images.captions import CaptionNoise
 from pipelines.images.manifest import ImageManifest, read_index
 from pipelines.images.pairs import PairSource
-from pipelines.images.prepare import PrepareImagesConfig, check_source, describe, prepare_images
+from pipelines.images.prepare import PrepareImagesConfig, describe, prepare_images
 from pipelines.images.temperature_table import read_table, table_schema
 from pipelines.local_copy import local_copy
 from pipelines.storage import write_json
@@ -93,20 +92,10 @@ def resolve_settings(config: PredictPairTemperaturesConfig) -> PairPredictionSet
         FileNotFoundError, OSError: if images, captions, the model or a TempNet are missing.
         ValueError: if they do not fit together.
     """
-    images = PrepareImagesConfig(
-        source=absolute_path(config.images),
-        captions=absolute_path(config.captions),
-        splits=config.splits,
-        max_bad_share=config.max_bad_share,
-        key_dot=config.key_dot,
-    )
-    check_source(images)
     tempnet = config.tempnet or config.model
     with naming_field("tempnet = " if config.tempnet else "model = "):
         networks = load_pair_tempnets(local_copy(tempnet))
-    (label,) = model_labels([config.model])
-    model = DualEncoderSpec.read(label, config.model, field="model")
-    caption_encoder(model, field="model")
+    images, model = resolve_pairs(config)
     embedding_size = DualEncoder.from_pretrained(local_copy(model.path)).config.embedding_size
     for name, network in zip((IMAGE_TEMPNET_DIRECTORY, TEXT_TEMPNET_DIRECTORY), networks, strict=True):
         if network.config.kind != "embeddings" or network.config.input_size != embedding_size:

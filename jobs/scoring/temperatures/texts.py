@@ -8,8 +8,8 @@ Shapes: B windows, T positions of the longest window, N new tokens of a batch, d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,14 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jobs.engine.fields import absolute_path
-from jobs.engine.fingerprints import model_digest, tempnet_digest
+from jobs.engine.fingerprints import tempnet_digest
 from jobs.scoring.temperatures.config import PredictTemperaturesConfig
-from jobs.scoring.text_sources import archive_sizes, choose_windows, list_sources
+from jobs.scoring.text_sources import TextSettings, list_sources, read_in_batches, text_options
 from jobs.tasks.base import naming_field
 from pipelines.archives import Archive
 from pipelines.local_copy import local_copy
-from pipelines.text.tokenization import document_start_id, load_tokenizer, tokenizer_digest
-from pipelines.text.windows import ReadingWindow, batches, windows_of
+from pipelines.text.tokenization import load_tokenizer
 from tempnet.base_model import read_config
 from tempnet.devices import DeviceMap, input_device, move_base
 from tempnet.inference import CachedFold, can_fold, record_hidden_states
@@ -35,38 +34,19 @@ from tempnet.weights import check_weight_files
 
 # Maximum number of logits held in float32 at a time (64 MiB).
 _NUM_LOGITS_AT_ONCE = 1 << 24
-FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PredictionSettings:
-    """Settings for the workers; local paths are absolute, because a worker has its own working directory."""
+class PredictionSettings(TextSettings):
+    """Settings of a prediction, for the workers."""
 
-    source: str
-    model: str
     tempnet: str
-    text_field: str
-    context_length: int
-    stride: int
-    batch_size: int
-    precision: Literal["fp32", "bf16", "int8", "fp8"]
     with_entropy: bool
     per_token: bool
-    max_documents: int
-    part_characters: int
-    bos_id: int
     tau_min: float
     tau_max: float
     """The range of τ at inference is [tau_min, tau_max]."""
-    model_digest: str
     tempnet_digest: str
-    tokenizer_digest: str
-
-    def record(self, archives: list[Archive]) -> dict[str, Any]:
-        """Returns everything that decides the tables, as a flat mapping, without file locations and the batch size."""
-        left_out = ("source", "model", "tempnet", "batch_size")
-        values = {name: value for name, value in asdict(self).items() if name not in left_out}
-        return {"version": FORMAT_VERSION, **values, **archive_sizes(self.source, archives)}
 
 
 def resolve_settings(config: PredictTemperaturesConfig) -> tuple[PredictionSettings, list[Archive]]:
@@ -94,26 +74,14 @@ def model_settings(config: PredictTemperaturesConfig) -> PredictionSettings:
         network = load_tempnet(local_copy(config.tempnet or config.model))
     tokenizer = load_tokenizer(config.model)
     _check_vocabulary(config.model, network, num_tokens=len(tokenizer), num_logits=base.vocab_size)
-    context_length, stride = choose_windows(config.model, base, config.context_length, config.stride)
     return PredictionSettings(
-        source=absolute_path(config.text),
-        model=absolute_path(config.model),
+        **text_options(config, tokenizer, base),
         tempnet=absolute_path(config.tempnet or config.model),
-        text_field=config.text_field,
-        context_length=context_length,
-        stride=stride,
-        batch_size=config.batch_size,
-        precision=config.precision,
         with_entropy=config.with_entropy,
         per_token=config.per_token,
-        max_documents=config.max_documents,
-        part_characters=config.part_characters,
-        bos_id=document_start_id(tokenizer),
         tau_min=network.config.tau_min,
         tau_max=network.config.tau_max if network.config.tau_max_eval is None else network.config.tau_max_eval,
-        model_digest=model_digest(config.model),
         tempnet_digest=tempnet_digest(network),
-        tokenizer_digest=tokenizer_digest(tokenizer),
     )
 
 
@@ -170,30 +138,18 @@ class Predictor:
     @torch.inference_mode()
     def predict(self, documents: Sequence[np.ndarray]) -> list[Prediction]:
         """Returns the predictions for every document, given as token ids (n,)."""
-        settings = self._settings
-        streams = [torch.from_numpy(np.concatenate([[settings.bos_id], ids]).astype(np.int64)) for ids in documents]
-        windows = [
-            window
-            for number, ids in enumerate(documents)
-            for window in windows_of(number, len(ids), context_length=settings.context_length, stride=settings.stride)
-        ]
         figures = [np.empty((2, len(ids)), dtype=np.float32) for ids in documents]  # τ and entropy
-        for batch in batches(windows, settings.batch_size):
-            predicted = self._predict_batch(streams, batch).cpu().numpy()
+        for batch, input_ids, _, is_new in read_in_batches(documents, self._settings):
+            predicted = self._predict_batch(input_ids.to(self._device), is_new.to(self._device)).cpu().numpy()
             ends = np.cumsum([window.stop - window.first for window in batch])
             for window, part in zip(batch, np.split(predicted, ends[:-1], axis=1), strict=True):
                 figures[window.document][: len(part), window.first : window.stop] = part
-        return [Prediction(tau=tau, entropy=entropy if settings.with_entropy else None) for tau, entropy in figures]
+        with_entropy = self._settings.with_entropy
+        return [Prediction(tau=tau, entropy=entropy if with_entropy else None) for tau, entropy in figures]
 
-    def _predict_batch(self, streams: Sequence[Tensor], batch: Sequence[ReadingWindow]) -> Tensor:
+    def _predict_batch(self, input_ids: Tensor, is_new: Tensor) -> Tensor:
         """Returns (1 or 2, N) for a batch's new tokens, window after window: τ, and the entropy if it is requested."""
-        num_positions = max(window.num_positions for window in batch)
-        input_ids = torch.full((len(batch), num_positions), self._settings.bos_id)
-        is_new = torch.zeros((len(batch), num_positions), dtype=torch.bool)
-        for row, window in enumerate(batch):
-            input_ids[row, : window.num_positions] = streams[window.document][window.start : window.stop]
-            is_new[row, window.first - window.start : window.num_positions] = True
-        input_ids, places = input_ids.to(self._device), is_new.flatten().nonzero().squeeze(1).to(self._device)
+        places = is_new.flatten().nonzero().squeeze(1)
         chunks = places.split(max(1, _NUM_LOGITS_AT_ONCE // self._vocab_size))
         with record_hidden_states(self._base, passes_all=self._fold is None) as seen:
             logits = self._base(input_ids=input_ids, use_cache=False).logits.flatten(0, 1)[:, : self._vocab_size]
