@@ -50,6 +50,8 @@ def run_evaluation(
 
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
+    from jobs.engine.cluster import check_machine
+    from jobs.engine.preflight import check_writable
     from jobs.scoring.results import Results
     from jobs.scoring.units import ScoringFailedError
     from pipelines.problems import TooManyProblemsError
@@ -59,6 +61,8 @@ def run_evaluation(
     evaluate: Callable[[Config], Results] = import_module(launch).evaluate
     results = f"\n\n  results   {config.run.directory}/results.md and results.json"
     try:
+        check_writable("storage", config.run.directory)
+        check_machine()
         table = evaluate(config).table
     except ScoringFailedError as error:
         print(f"\n{error.table}{results}")

@@ -15,6 +15,9 @@ from tempnet.models.sentence_encoder import num_positions
 from tempnet.models.temperature_sentence_encoder import TemperatureSentenceEncoder
 from tempnet.network import TempNet
 
+MIN_POSITIONS = 128
+"""Positions of a new encoder, also where it is trained on shorter spans: what is longer would be cut when it is used."""
+
 
 def build_encoder(config: SentenceConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """Build the encoder with its MLM head, pretrained or randomly initialised, the same on every rank.
@@ -30,7 +33,7 @@ def build_encoder(config: SentenceConfig, tokenizer: PreTrainedTokenizerFast) ->
         what="encoder with an MLM head",
         tokenizer=tokenizer,
         tokenizer_name=config.tokenizer,
-        num_tokens=width,
+        num_tokens=max(width, MIN_POSITIONS),
         seed=config.run.seed,
         with_checkpointing=config.workers.activation_checkpointing,
     )
