@@ -23,15 +23,18 @@ def end_ids(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[i
     names counts only if it is one of the tokenizer's added tokens: its default is a number that may be any word. A model
     that separates documents by the token that begins them ends a text by it, so that token ends a text, too.
     """
-    ends = _as_set(tokenizer.eos_token_id) | _as_set(tokenizer.bos_token_id)
+    ends, added = _as_set(tokenizer.eos_token_id), set(tokenizer.added_tokens_decoder)
     generation = base.generation_config
     if generation is not None and not generation._from_model_config:
         ends |= _as_set(generation.eos_token_id)
-    named = _as_set(base.config.get_text_config().eos_token_id) | _as_set(getattr(base.config, "eos_token_id", None))
+    named = (
+        _as_set(tokenizer.bos_token_id)
+        | _as_set(base.config.get_text_config().eos_token_id)
+        | _as_set(getattr(base.config, "eos_token_id", None))
+    )
     if generation is not None:
         named |= _as_set(generation.eos_token_id)
-    ends |= named & set(tokenizer.added_tokens_decoder)
-    return sorted(token for token in ends if 0 <= token < len(tokenizer))
+    return sorted(token for token in ends | (named & added) if 0 <= token < len(tokenizer))
 
 
 def _as_set(ids: int | list[int] | None) -> set[int]:
@@ -82,7 +85,11 @@ def check_prompts(
     """
     if input_ids is None:
         return
-    length = input_ids.shape[-1]
+    length, generation = input_ids.shape[-1], base.generation_config
+    pad = None if generation is None else generation.pad_token_id
+    # Transformers takes these for padding, too, unless the token also ends a text.
+    if attention_mask is None and pad is not None and pad not in _as_set(generation.eos_token_id):
+        attention_mask = (input_ids != pad).long()
     empty = [0] if length == 0 else []
     if attention_mask is not None and attention_mask.ndim == 2:
         empty = (attention_mask.sum(-1) == 0).nonzero().flatten().tolist()

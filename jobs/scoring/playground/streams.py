@@ -72,13 +72,14 @@ class Playground:
         with naming_field("tempnet = " if config.tempnet else "model = "):
             tempnet = load_tempnet(local_copy(config.tempnet) if config.tempnet else place)
         tokenizer = load_tokenizer(place, needs_eos=False)
-        base = load_base(
-            place,
-            fetch=local_copy,
-            trust_remote_code=config.trust_remote_code,
-            device_map=config.device_map,
-            **loading_options(config.dtype),
-        )
+        with naming_field("model = "):
+            base = load_base(
+                place,
+                fetch=local_copy,
+                trust_remote_code=config.trust_remote_code,
+                device_map=config.device_map,
+                **loading_options(config.dtype),
+            )
         return cls(move_base(base, device), tokenizer, tempnet)
 
     def generate(self, settings: Settings) -> Iterator[dict[str, Token]]:
