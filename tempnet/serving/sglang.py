@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 def _load(source: str, device: torch.device) -> BatchTemperatures:
     tempnet, layer = load_tempnet(source), None
     if tempnet.config.reads_state:
-        arguments = importlib.import_module("sglang.srt.server_args").get_global_server_args()
+        arguments = importlib.import_module("sglang.srt.runtime_context").get_server_args()
         dtype = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
         layer = load_output_layer(arguments.model_path, revision=arguments.revision, dtype=dtype)
     return BatchTemperatures(tempnet, device, layer)

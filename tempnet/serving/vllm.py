@@ -88,9 +88,12 @@ class _Row:
         return self.after != _NEVER or self.at >= 0
 
     def follow(self) -> bool:
-        """V1: switch if the generated tokens say so; return whether it did."""
-        new, self.num_read = self.tokens[self.num_read :], len(self.tokens)
-        if not self.switches or not (self.num_read >= self.after or (self.at >= 0 and self.at in new)):
+        """V1: switch if the generated tokens say so; return whether it did. A placeholder of −1 is read again later."""
+        if not self.switches:
+            return False
+        new = list(self.tokens[self.num_read :])
+        self.num_read += new.index(-1) if -1 in new else len(new)
+        if len(self.tokens) < self.after and (self.at < 0 or self.at not in new):
             return False
         self.now, self.after, self.at = self.then, _NEVER, -1
         return True

@@ -98,6 +98,15 @@ def test_every_manifest_satisfies_its_schema(directory: Path) -> None:
         validator_of(manifest).validate(manifest)
 
 
+def test_the_service_of_vllm_satisfies_its_schema() -> None:
+    """`tests/cluster/test_vllm_server.py` reads what is meant for Ray Serve with its own classes."""
+    (service,) = load(ROOT / "infra" / "serving" / "ray-service.yaml")
+    validator_of(service).validate(service)
+    service["spec"]["rayClusterConfig"]["unheardOf"] = 1
+    assert not validator_of(service).is_valid(service)
+    assert service["spec"]["rayClusterConfig"]["rayVersion"] == version("ray")
+
+
 def test_the_configuration_of_ray_up_satisfies_the_schema_of_ray() -> None:
     (config,) = load(ROOT / "infra" / "ray" / "cluster.yaml")
     jsonschema.validate(config, json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text()))
