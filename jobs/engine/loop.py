@@ -8,6 +8,7 @@ are read and checked every `run.log_every` steps, and before anything is validat
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from dataclasses import asdict
@@ -28,7 +29,6 @@ from jobs.engine.hardware import num_threads_per_worker, peak_flops_per_second, 
 from jobs.engine.job import FatalTrainingError, WorkerJob
 from jobs.engine.metrics import MetricLogger
 from jobs.engine.pace import Ahead, Pace
-from jobs.engine.seeds import seed_of
 from jobs.engine.stall import SignsOfLife
 from jobs.engine.stopping import StopRequests
 from jobs.engine.system_metrics import SystemMetrics
@@ -331,3 +331,8 @@ class TrainingLoop:
             store_retries=self.retry_log.total,
         )
         save_checkpoint(self.engine, state, self._save_more, self.context, self._take_metrics())
+
+
+def seed_of(*values: int) -> int:
+    """Return a 64-bit seed computed from the values, which may be of any size."""
+    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little")
