@@ -227,11 +227,6 @@ class CachedFold:
             )
         return cls(output_weight(base)[0], tempnet)
 
-    @classmethod
-    def attach(cls, base: PreTrainedModel, tempnet: TempNet) -> Attached:
-        """Build a fold and attach it to the model's output layer; leaving the returned context removes the hook."""
-        return attach(base, tempnet, cls.of(base, tempnet))
-
 
 class Attached:
     """TempNet that is attached to a model by hooks and remembers the τ of the last position of the last forward pass.

@@ -121,7 +121,7 @@ def test_logits_that_are_more_than_a_product_do_not_fold() -> None:
         base, network = make_base(architecture, **changes), make_tempnet()
         assert not can_fold(base, network)
         with pytest.raises(ValueError, match="not W h"):
-            CachedFold.attach(base, network)
+            CachedFold.of(base, network)
         with attach(base, network) as attached, torch.no_grad():
             raw = base(input_ids=tokens).logits[:, -1, :VOCABULARY]
             torch.testing.assert_close(attached.last, network(raw), rtol=1e-5, atol=1e-5)
