@@ -35,7 +35,7 @@ from jobs.scoring.decoders.worker import BenchSettings, BenchWorker, run_bench
 from jobs.scoring.reward.config import RewardConfig, RewardTemperatureSection
 from jobs.scoring.reward.job import train as train_by_reward
 from jobs.scoring.reward.plan import make_plan
-from jobs.scoring.reward.rollouts import RolloutWorker
+from jobs.scoring.reward.rollouts import work_here
 from jobs.scoring.reward.trainer import RewardTrainer
 from jobs.scoring.verifiers.verifier import VerifierSection
 from tempnet.decoders.measures import mean_interval
@@ -100,6 +100,7 @@ def train_tempnet(job: Arguments, seed: int, directory: Path, reward: Reward) ->
         storage=str(run),
         reward=reward,
         num_steps=job.num_steps_reward,
+        held_out_share=0.0,
         prompts_per_step=8,
         group_size=32,
         prompts_at_a_time=8,
@@ -108,12 +109,10 @@ def train_tempnet(job: Arguments, seed: int, directory: Path, reward: Reward) ->
         checkpoint_every=50,
     )
     plan = make_plan(config)
-    worker = RolloutWorker(plan)
-    try:
-        trainer = RewardTrainer(plan, lambda orders: [worker.run(order) for order in orders])
+    with work_here(plan) as run_orders:
+        trainer = RewardTrainer(plan, run_orders)
         train_by_reward(trainer, config.storage, say=lambda line: None)
-    finally:
-        worker.close()
+        trainer.finish()
     result = trainer.result()
     last = " ".join(f"{name} {result['last_steps'][name]:.3f}" for name in ("reward", "distinct", "kl", "tau_mean"))
     print(f"seed {seed}, {reward}: reward at τ = 1 {result['base']['reward']:.3f}; at the end {last}", flush=True)

@@ -1,15 +1,16 @@
 """Learn temperatures from a reward, held near the base model by a KL divergence: gradients, baselines, and the leash.
 
-    maximise over τ(h):   E[R(y)] − λ·KL(π_τ ‖ π_1)          y ~ π_τ, the base model sampled at the temperatures τ
+    maximise over τ(h):   E[R(y)] − λ·KL(π_τ ‖ π_c)          y ~ π_τ, the base model sampled at the temperatures τ
 
-Only the temperature of every token is learned, so that everything about a token is closed form. With logits z, β = 1/τ,
-p_β = softmax(βz), Z(β) = Σ exp(βz) and a the token drawn:
+where π_c is the base model sampled at a constant temperature c. Only the temperature of every token is learned, so that
+everything about a token is closed form. With logits z, β = 1/τ, γ = 1/c, p_β = softmax(βz), Z(β) = Σ exp(βz) and a the token
+drawn:
 
-    KL(p_β ‖ p_1)         = (β − 1)·E_β z − log Z(β) + log Z(1)
-    ∂KL(p_β ‖ p_1)/∂β     = (β − 1)·Var_β z
+    KL(p_β ‖ p_γ)         = (β − γ)·E_β z − log Z(β) + log Z(γ)
+    ∂KL(p_β ‖ p_γ)/∂β     = (β − γ)·Var_β z
     ∂log p_β(a)/∂β        = z_a − E_β z
 
-The divergence of whole texts is the expected sum of those of their tokens, KL(π_τ ‖ π_1) = E_{π_τ} Σ_t KL_t. Its gradient
+The divergence of whole texts is the expected sum of those of their tokens, KL(π_τ ‖ π_c) = E_{π_τ} Σ_t KL_t. Its gradient
 has two parts: that of every KL_t, and that of which tokens come later, for which token t is charged λ·Σ_{s>t} KL_s beside
 the reward. Together the gradient of the objective is that of
 
@@ -41,19 +42,20 @@ class TokenStatistics:
     score: Tensor
     """∂log p_β(a)/∂β = z_a − E_β z, by which the drawn token pulls at β."""
     kl: Tensor
-    """KL(p_β ‖ p_1) in nats."""
+    """KL(p_β ‖ p_γ) in nats."""
     kl_slope: Tensor
-    """∂KL(p_β ‖ p_1)/∂β = (β − 1)·Var_β z."""
+    """∂KL(p_β ‖ p_γ)/∂β = (β − γ)·Var_β z."""
 
 
 @torch.no_grad()
-def token_statistics(logits: Tensor, tokens: Tensor, tau: Tensor) -> TokenStatistics:
+def token_statistics(logits: Tensor, tokens: Tensor, tau: Tensor, reference: float = 1.0) -> TokenStatistics:
     """Compute the statistics of tokens that were drawn at given temperatures, in float32 at least.
 
     Args:
         logits: (..., V) logits z of the base model.
         tokens: (...) indices a of the tokens that were drawn.
         tau: (...) temperatures τ > 0.
+        reference: c > 0, the constant temperature that the divergence is measured from.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     logits = logits - logits.amax(-1, keepdim=True)  # no probability changes, and βz cannot overflow
@@ -62,10 +64,11 @@ def token_statistics(logits: Tensor, tokens: Tensor, tau: Tensor) -> TokenStatis
     probabilities = tempered.softmax(-1)
     mean = (probabilities * logits).sum(-1)
     variance = (probabilities * (logits - mean.unsqueeze(-1)).square()).sum(-1)
-    kl = (beta - 1.0) * mean - tempered.logsumexp(-1) + logits.logsumexp(-1)
+    gamma = 1.0 / reference
+    kl = (beta - gamma) * mean - tempered.logsumexp(-1) + (gamma * logits).logsumexp(-1)
     score = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - mean
     # Rounding can make the divergence of two equal distributions negative by as much as the last digit.
-    return TokenStatistics(score=score, kl=kl.clamp(min=0.0), kl_slope=(beta - 1.0) * variance)
+    return TokenStatistics(score=score, kl=kl.clamp(min=0.0), kl_slope=(beta - gamma) * variance)
 
 
 def surrogate_loss(tau: Tensor, statistics: TokenStatistics, advantages: Tensor, kl_weight: float) -> Tensor:

@@ -7,10 +7,11 @@
 alone. The divergence follows λ with a delay, because the network has to learn what λ asks for, so that an integral alone
 overshoots; the proportional term κ·e damps that, as in `tempnet.rho_controller`.
 
-The goal rises from 0 to the target over the first steps. A network that may go far at once lowers every temperature, since
-that is the first thing it can learn, and where all temperatures are low nothing varies and no reward differs from another.
-One that is let out slowly spends each bit of divergence where it earns most. ε is a small share of the target, so that the
-first goals, of nearly 0, are no harsh demands.
+The goal rises from 0 to the target over the first steps, with their square, since how much divergence is worth having is
+known only up to a factor. A network that may go far at once lowers every temperature, since that is the first thing it can
+learn, and where all temperatures are low nothing varies and no reward differs from another. One that is let out slowly spends
+each bit of divergence where it earns most. ε is a small share of the target, so that the first goals, of nearly 0, are no
+harsh demands.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class KLController:
         target: wanted divergence, in nats, of the same quantity that :meth:`update` is given.
         gain: κ, the exponent with which λ answers a divergence that is off.
         reset_steps: T, the number of steps in which an error of a factor e moves λ by a factor e.
-        ramp_steps: number of steps in which the goal rises to the target; 0: it is the target from the start.
+        ramp_steps: number of steps in which the goal rises to the target, with their square; 0: it is the target at once.
         bounds: smallest and largest λ.
 
     Raises:
@@ -65,7 +66,7 @@ class KLController:
         """The divergence that is wanted of the next step, in nats."""
         if self._num_steps + 1 >= self._ramp_steps:
             return self.target
-        return self.target * (self._num_steps + 1) / self._ramp_steps
+        return self.target * ((self._num_steps + 1) / self._ramp_steps) ** 2
 
     def update(self, kl: float) -> float:
         """Process the divergence of a step, in nats, and return the λ of the next; NaN and infinity change nothing."""
@@ -95,16 +96,16 @@ class KLController:
 
 
 def divergence_of_success(share: float) -> float:
-    """Return −log s, the divergence from the base at τ = 1 of the nearest policy that always succeeds, in nats a text.
+    """Return −log s, the divergence from a policy of the nearest one that always succeeds, in nats a text.
 
     The policy nearest to π among those that only give texts of an event is π given the event, whose divergence from π is
     −log of the event's probability (Csiszár 1975, the I-projection). It is what the leash must at least allow.
 
     Args:
-        share: s, the mean reward of the base at τ = 1.
+        share: s, the mean reward of the policy.
 
     Raises:
-        ValueError: if the share is not within (0, 1): a base that never succeeds has nothing to learn from, and one that
+        ValueError: if the share is not within (0, 1): a policy that never succeeds has nothing to learn from, and one that
             always does has nothing to learn.
     """
     if not 0.0 < share < 1.0:

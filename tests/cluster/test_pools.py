@@ -16,7 +16,7 @@ from jobs.scoring.decoders.job import resolve_settings
 from jobs.scoring.decoders.report import figures
 from jobs.scoring.decoders.worker import BenchWorker, run_bench
 from jobs.scoring.reward.plan import make_plan
-from jobs.scoring.reward.rollouts import RolloutWorker
+from jobs.scoring.reward.rollouts import work_here
 from jobs.scoring.reward.trainer import RewardTrainer
 from tempnet.loading import load_tempnet
 from tests.jobs.scoring.generation_support import make_model
@@ -50,7 +50,7 @@ def test_training_on_rewards_with_a_worker_that_dies(
     options = (
         f"--model {model} --prompts {prompts} --verifier.name killing_rewards:vowels --storage {tmp_path}/runs "
         "--num-steps 3 --prompts-per-step 4 --group-size 4 --max-new-tokens 5 --leash.target-kl 0.5 --checkpoint-every 2 "
-        "--leash.num-base-batches 1 --temperature.hidden-size 8 --temperature.num-prototypes 4 "
+        "--temperature.hidden-size 8 --temperature.num-prototypes 4 "
         "--workers.num-workers 2 --workers.cpus-per-worker 0.5"
     ).split()
     assert train_reward.main(options) == 0
@@ -60,12 +60,12 @@ def test_training_on_rewards_with_a_worker_that_dies(
     outcome = json.loads((run / "outcome.json").read_text())
 
     plan = make_plan(train_reward.parse(options)[0])
-    worker = RolloutWorker(plan)
-    expected = RewardTrainer(plan, lambda orders: [worker.run(order) for order in orders])
-    expected.measure_base()
-    for _ in range(3):
-        expected.train_step()
-    worker.close()
+    with work_here(plan) as run_orders:
+        expected = RewardTrainer(plan, run_orders)
+        expected.begin()
+        for _ in range(3):
+            expected.train_step()
+        expected.finish()
     learned = load_tempnet(run / "export").state_dict()
     for name, value in expected.weights().items():
         torch.testing.assert_close(learned[name], value, atol=1e-6, rtol=1e-5)

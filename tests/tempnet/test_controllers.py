@@ -105,13 +105,13 @@ def test_restored_controllers_go_on_exactly() -> None:
         assert found + [second.update(*one) for one in inputs[3:]] == expected
 
 
-def test_the_goal_rises_to_the_target_in_equal_steps_and_what_follows_it_leaves_the_weight_alone() -> None:
+def test_the_goal_rises_to_the_target_and_what_follows_it_leaves_the_weight_alone() -> None:
     controller = KLController(0.7, target=2.0, ramp_steps=8.0)
     goals = []
     for _ in range(12):
         goals.append(controller.goal)
         assert controller.update(controller.goal) == pytest.approx(0.7)
-    assert goals == pytest.approx([0.25 * step for step in range(1, 9)] + [2.0] * 4)
+    assert goals == pytest.approx([2.0 * (step / 8) ** 2 for step in range(1, 9)] + [2.0] * 4)
 
 
 def test_the_weight_stays_within_its_bounds_and_comes_back_at_once() -> None:

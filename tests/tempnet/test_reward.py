@@ -30,14 +30,14 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("tau", [0.02, 1.0, 1.9])
-def test_statistics_are_the_derivatives_that_autograd_finds(tau: float) -> None:
+@pytest.mark.parametrize(("tau", "reference"), [(0.02, 1.0), (1.0, 1.0), (1.9, 0.3)])
+def test_statistics_are_the_derivatives_that_autograd_finds(tau: float, reference: float) -> None:
     logits, beta = 3.0 * random(5, 11), torch.full((5,), 1.0 / tau, dtype=torch.float64, requires_grad=True)
     tokens = torch.arange(5)
-    log_probs, log_base = (beta[:, None] * logits).log_softmax(-1), logits.log_softmax(-1)
+    log_probs, log_base = (beta[:, None] * logits).log_softmax(-1), (logits / reference).log_softmax(-1)
     kl = (log_probs.exp() * (log_probs - log_base)).sum(-1)
     drawn = log_probs.gather(-1, tokens[:, None]).sum()
-    found = token_statistics(logits, tokens, torch.full((5,), tau, dtype=torch.float64))
+    found = token_statistics(logits, tokens, torch.full((5,), tau, dtype=torch.float64), reference)
     torch.testing.assert_close(found.kl, kl.detach(), atol=1e-12, rtol=1e-9)
     torch.testing.assert_close(found.score, torch.autograd.grad(drawn, beta, retain_graph=True)[0])
     torch.testing.assert_close(found.kl_slope, torch.autograd.grad(kl.sum(), beta)[0], atol=1e-12, rtol=1e-7)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -42,6 +44,47 @@ class EntropyRecorder(LogitsProcessor):
         log_probs = torch.log_softmax(scores[:, : self.vocab_size].float(), dim=-1)
         self.steps.append(-(log_probs.exp() * log_probs).sum(-1))
         return scores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemperatureRule:
+    """Temperatures that depend on little, as rivals and bounds of learned ones."""
+
+    kind: Literal["phases", "entropy", "shuffled"]
+    """phases: the first value before token number `bound` of a text, then the second. entropy: the first value where the
+    entropy at τ = 1 is below `bound` in nats, else the second. shuffled: one of the values at random for every token."""
+    values: tuple[float, ...]
+    """Temperatures."""
+    bound: float = 0.0
+    """Where the second value begins."""
+
+
+class RuleTemperature(LogitsProcessor):
+    """Divides the logits by the temperatures of a rule, and records them.
+
+    Args:
+        rule: the rule.
+        keys: one seed string per row, for the rule that draws.
+        width: number of columns of the padded prompts.
+    """
+
+    def __init__(self, rule: TemperatureRule, keys: Sequence[str], width: int) -> None:
+        self.rule, self.width = rule, width
+        self.steps: list[Tensor] = []
+        self._streams = [random.Random(f"tau/{key}") for key in keys]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """(B, V) logits → logits divided by the temperatures (B,) of this step."""
+        values = torch.tensor(self.rule.values, dtype=torch.float32, device=scores.device)
+        if self.rule.kind == "shuffled":
+            tau = values[[stream.randrange(len(values)) for stream in self._streams]]
+        elif self.rule.kind == "phases":
+            tau = values[int(input_ids.shape[1] - self.width >= self.rule.bound)].expand(len(scores))
+        else:
+            entropy = torch.special.entr(scores.float().softmax(-1)).sum(-1)
+            tau = values[(entropy >= self.rule.bound).long()]
+        self.steps.append(tau)
+        return scores / tau.unsqueeze(-1)
 
 
 class SeededDraw(LogitsProcessor):

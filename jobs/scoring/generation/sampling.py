@@ -22,7 +22,14 @@ from transformers import (
 )
 
 from jobs.scoring.generation.config import GenerateConfig
-from jobs.scoring.generation.processors import EffectiveVocabulary, EntropyRecorder, SeededDraw, StopStrings
+from jobs.scoring.generation.processors import (
+    EffectiveVocabulary,
+    EntropyRecorder,
+    RuleTemperature,
+    SeededDraw,
+    StopStrings,
+    TemperatureRule,
+)
 from jobs.scoring.generation.records import Key
 from pipelines.local_copy import local_copy
 from tempnet.base_model import load_base
@@ -75,7 +82,7 @@ class Sampler:
         self,
         config: GenerateConfig,
         tokenizer: PreTrainedTokenizerFast,
-        temperature: TempNet | float | None,
+        temperature: TempNet | TemperatureRule | float | None,
         stop: Sequence[str] = (),
     ) -> None:
         """Load the model.
@@ -83,7 +90,7 @@ class Sampler:
         Args:
             config: the configuration of the job.
             tokenizer: the model's tokenizer.
-            temperature: a TempNet, a constant temperature, or None for greedy decoding.
+            temperature: a TempNet, a rule, a constant temperature, or None for greedy decoding.
             stop: strings that end a text.
 
         Raises:
@@ -106,7 +113,7 @@ class Sampler:
         self.padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.base.generation_config = GenerationConfig(eos_token_id=sorted(self.ends), pad_token_id=self.padding)
 
-    def set_temperature(self, temperature: TempNet | float | None) -> None:
+    def set_temperature(self, temperature: TempNet | TemperatureRule | float | None) -> None:
         """Use another temperature from now on, or a TempNet whose weights have changed.
 
         Raises:
@@ -140,6 +147,11 @@ class Sampler:
                 processor = stack.enter_context(attach(self.base, self.temperature, self.fold)).processor()
                 processors.append(processor)
                 tau = processor.steps
+            elif isinstance(self.temperature, TemperatureRule):
+                keys = [_seed(config.seed, request.key) for request in requests]
+                rule = RuleTemperature(self.temperature, keys, width)
+                processors.append(rule)
+                tau = rule.steps
             elif self.temperature is not None:
                 processors.append(TemperatureLogitsWarper(self.temperature))
             if self.temperature is not None:

@@ -1,56 +1,101 @@
-"""What training on rewards has come to: learned temperatures beside their controls, on new texts and on new prompts.
+"""The verdict of training on rewards: learned temperatures beside their rivals, with intervals over prompts.
 
     learned      the temperatures of the TempNet
-    mean_shift   the constant that equals their mean over the texts of the training prompts
+    mean_shift   the constant that equals their mean over texts of the training prompts
+    shuffled     the same temperatures, each given to a token at random
     constant     the best constant, chosen by the reward that was learned from, on texts of the training prompts
     one          τ = 1
 
-All are measured on the same prompts and random streams, which no step of the training and no choice has seen.
+All are measured on the same prompts and random streams, which no step of the training and no choice has seen. What a text
+earns depends on its prompt first of all, so the differences are taken prompt by prompt, and the interval is over prompts.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from jobs.engine.tables import markdown_table
+from jobs.scoring.generation.processors import TemperatureRule
+from jobs.scoring.reward.rollouts import Temperature, gain
 from jobs.scoring.reward.trainer import RewardTrainer
+from tempnet.intervals import Interval
 
-CONSTANTS = (1.0, 0.85, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 1.2, 1.5)
-"""The constants to choose from; of equally good ones the first."""
-NUM_FINAL_BATCHES = 4
-"""Steps' worth of texts for each of the temperatures that are compared at the end."""
-NUM_COMPARED = 4
-"""Number of these temperatures."""
-_FIRST_FINAL, _FIRST_CHOICE = -1001, -2001
+_STEP = -3001
+_MOST_TAUS = 4096
 
 
 def compare_temperatures(trainer: RewardTrainer) -> dict[str, Any]:
-    """Return figures of every temperature: `temperatures` on the training prompts, `held_out` on the held-out ones."""
-    learned = trainer.evaluate(None, num_batches=NUM_FINAL_BATCHES, first=_FIRST_FINAL)
-    constants = {"mean_shift": learned["tau_mean"], "constant": choose_constant(trainer), "one": 1.0}
-    found: dict[str, Any] = {"temperatures": {"learned": learned}}
-    for name, constant in constants.items():
-        found["temperatures"][name] = trainer.evaluate(constant, num_batches=NUM_FINAL_BATCHES, first=_FIRST_FINAL)
-    if trainer.plan.held_out:
-        found["held_out"] = {"learned": trainer.evaluate_held_out(None)}
-        found["held_out"] |= {name: trainer.evaluate_held_out(constant) for name, constant in constants.items()}
-    return found
-
-
-def choose_constant(trainer: RewardTrainer) -> float:
-    """Return the constant whose texts have the most reward, or distinct reward if that was learned from."""
-    measure = "distinct" if trainer.plan.config.reward == "distinct" else "reward"
-    by_constant = {
-        constant: trainer.evaluate(constant, num_batches=1, first=_FIRST_CHOICE)[measure] for constant in CONSTANTS
+    """Choose the goal whose weights are best, compare them with their rivals, and return figures, gains and the verdict."""
+    goals = trainer.finish()
+    best, learned = next(iter(goals.items()))
+    taus = [tau for group in learned.groups for tau in group.taus]
+    temperatures: dict[str, Temperature] = {
+        "learned": trainer.weights(),
+        "mean_shift": learned.figures()["tau_mean"],
+        "shuffled": TemperatureRule(kind="shuffled", values=tuple(taus[:: len(taus) // _MOST_TAUS + 1])),
+        "constant": trainer.best_constant,
+        "one": 1.0,
     }
-    return max(by_constant, key=by_constant.__getitem__)
+    places = trainer.plan.places_of_verdict()
+    answers = {name: trainer.ask(temperature, places, _STEP) for name, temperature in temperatures.items()}
+    gains = {
+        name: gain(answers["learned"], answers[name], trainer.measure) for name in temperatures if name != "learned"
+    }
+    return {
+        "temperatures": {name: answer.figures() for name, answer in answers.items()},
+        "gains": {name: interval.as_json() for name, interval in gains.items()},
+        "goals": {str(step): answer.figures() for step, answer in goals.items()},
+        "best_goal": best,
+        "prompts": "held-out" if trainer.plan.held_out else "training",
+        "num_prompts": len(answers["learned"].by_prompt(trainer.measure)),
+        "measure": trainer.measure,
+        "verdict": verdict(gains["constant"], is_start=best == 0 and not trainer.plan.config.temperature.path),
+    }
+
+
+def verdict(over_constant: Interval, *, is_start: bool = False) -> str:
+    """Return better, not better or cannot be told, of a gain over the best constant.
+
+    Args:
+        over_constant: the gain.
+        is_start: whether nothing that was learned is better than the best constant on the training prompts.
+    """
+    if is_start or over_constant.high <= 0.0:
+        return "not better"
+    return "better" if over_constant.low > 0.0 else "cannot be told"
 
 
 def table(outcome: dict[str, Any]) -> str:
     """Return the results as text for the terminal."""
-    lines = _part("temperature", outcome["temperatures"])
-    if held_out := outcome.get("held_out"):
-        lines += ["", *_part("on held-out prompts", held_out)]
-    lines.append(f"λ = {outcome['kl_weight']:.4g} for a KL of {outcome['target_kl']:.3f} nats a text")
+    names = {
+        "learned": "learned",
+        "mean_shift": f"their mean, {outcome['temperatures']['mean_shift']['tau_mean']:.3f} (MeanShift)",
+        "shuffled": "learned, shuffled",
+        "constant": f"best constant, {outcome['best_constant']:g}",
+        "one": "1",
+    }
+    rows = [["temperature", "reward", "distinct", "KL", "less than learned, points"]]
+    for name, shown in names.items():
+        figures, behind = outcome["temperatures"][name], outcome["gains"].get(name)
+        values = [f"{figures[key]:.{digits}f}" for key, digits in (("reward", 4), ("distinct", 4), ("kl", 3))]
+        rows.append([shown, *values, points(behind) if behind else ""])
+    of = {"reward": "reward", "distinct": "distinct reward"}[outcome["measure"]]
+    each = outcome["temperatures"]["learned"]["texts"] / outcome["num_prompts"]
+    where = f"{outcome['num_prompts']} {outcome['prompts']} prompts of {each:.0f} texts each"
+    goal = outcome["goals"][str(outcome["best_goal"])]
+    leash = "no divergence that was tried earned more on the training prompts than the start"
+    if outcome["best_goal"]:
+        leash = (
+            f"the weights after step {outcome['best_goal']} of {outcome['num_steps']}, {goal['kl']:.3f} nats a text from "
+            f"τ = {outcome['reference']:g}, earned most on the training prompts"
+        )
+    lines = [
+        markdown_table(rows),
+        "",
+        f"{outcome['verdict']}: {points(outcome['gains']['constant'])} points of {of} over the best constant, "
+        f"over {where}",
+        f"leash: {leash}",
+    ]
     if failures := outcome["failures"]:
         reasons = ", ".join(f"{reason} {number}" for reason, number in sorted(failures.items()))
         lines.append(
@@ -61,18 +106,8 @@ def table(outcome: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _part(heading: str, figures_of: dict[str, dict[str, float]]) -> list[str]:
-    lines = [f"{heading:<30}{'reward':>10}{'distinct':>10}{'KL':>10}"]
-    # A constant's own mean is the constant.
-    shift, constant = (figures_of[name]["tau_mean"] for name in ("mean_shift", "constant"))
-    names = {
-        "learned": "learned",
-        "mean_shift": f"their mean, {shift:.3f} (MeanShift)",
-        "constant": f"best constant, {constant:.3f}",
-        "one": "1",
-    }
-    for name, shown in names.items():
-        figures = figures_of[name]
-        lines.append(f"{shown:<30}{figures['reward']:>10.4f}{figures['distinct']:>10.4f}{figures['kl']:>10.3f}")
-    lines.append(f"over {figures_of['learned']['texts']:.0f} texts each")
-    return lines
+def points(interval: dict[str, float | None]) -> str:
+    """Return an interval of a reward in hundredths."""
+    mean, half_width = interval["mean"], interval["half_width"]
+    assert mean is not None
+    return f"{100 * mean:.1f} ± {100 * half_width:.1f}" if half_width is not None else f"{100 * mean:.1f} (one prompt)"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jobs.engine.checks import check_not_negative, check_positive, check_share
+from jobs.engine.checks import check_not_negative, check_positive
 from jobs.engine.config import RunSection, TrackingSection
 from jobs.engine.fields import FREE_TO_CHANGE, PATH, values_of
-from jobs.scoring.config import PoolSection, check_least
+from jobs.scoring.config import PoolSection, check_least, check_share
 from jobs.scoring.verifiers.verifier import VerifierSection
 from tempnet.network_config import TempNetConfig, TempNetOptions
 
@@ -24,14 +24,14 @@ class RewardTemperatureSection(TempNetOptions):
     a new network learns many times more slowly."""
     pooling: Literal["parametric", "linear"] = "linear"
     """Pooling of the TempNet: one linear layer, s = Σ_k w_k·u_k/d2 + b, or parametrised, as in the papers. The linear one
-    begins at the middle of the range for every input, and learns to tell contexts apart sooner."""
+    begins at one temperature for every input, and learns to tell contexts apart sooner."""
     tau_min: float = 0.001
     """τ₀, the lower bound of the temperature."""
     tau_max: float = 2.0
     """τ_max, the upper bound of the temperature."""
     path: str = field(default="", metadata=PATH)
     """Directory, URI or hub name of a TempNet to start from, whose configuration must match this section. If empty: a new
-    TempNet, whose temperatures begin near (τ₀ + τ_max)/2."""
+    TempNet, whose temperatures begin near the best constant."""
 
     def network_config(self, vocab_size: int, state_size: int) -> TempNetConfig:
         """Return the configuration of a TempNet for a vocabulary (the tokenizer's) and hidden states of a given size."""
@@ -45,32 +45,30 @@ class RewardTemperatureSection(TempNetOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeashSection:
-    """How far the texts may go from those that the model gives at τ = 1: KL(π_τ ‖ π_1), in nats a text."""
+    """How far the texts may go from those that the model gives at the best constant c: KL(π_τ ‖ π_c), in nats a text.
+
+    The goal of the divergence rises from 0 to the largest that is tried; the weights at 1/8, 1/4, 1/2 and all of it are
+    compared on new texts of the training prompts, and the best are kept.
+    """
 
     target_kl: float | None = None
-    """Divergence at which the weight λ of the divergence settles. None: allowance times −log of the mean reward at τ = 1,
-    which is measured before the first step."""
-    allowance: float = 1.2
-    """Target divergence, in units of −log of the mean reward at τ = 1: the divergence of the nearest policy of any kind
-    that is always right. At 1 nothing is left for the error of the measurement and for what a temperature cannot do."""
+    """The largest divergence that is tried. None: allowance times −log of the mean reward at the best constant."""
+    allowance: float = 4.0
+    """Largest divergence, in units of −log of the mean reward at the best constant: the divergence of the nearest policy of
+    any kind that is always right. A temperature is no policy of any kind, and needs more."""
     weight: float = 1.0
     """λ at the first step: the reward that a nat of divergence costs."""
-    ramp_share: float = 0.6
-    """Share of the steps, in [0, 1], over which the goal of the divergence rises from 0 to its target."""
     gain: float = 1.0
-    """κ, the exponent with which λ answers a divergence that is off its target."""
+    """κ, the exponent with which λ answers a divergence that is off its goal."""
     reset_steps: float = 30.0
     """Number of steps in which a divergence that is off by a factor of e moves λ by a factor of e. 0: λ stays at
-    weight, and there is no target."""
-    num_base_batches: int = 4
-    """Number of steps' worth of texts that are generated at τ = 1 to measure the mean reward of the model."""
+    weight, and there is no goal."""
 
     def __post_init__(self) -> None:
         if self.target_kl is not None:
             check_positive("leash", self, "target_kl")
         check_not_negative("leash", self, "gain", "reset_steps")
-        check_positive("leash", self, "allowance", "weight", "num_base_batches")
-        check_share("leash", self, "ramp_share")
+        check_positive("leash", self, "allowance", "weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +81,11 @@ class RewardConfig:
     """The file of prompts, a path or URI, in the format that `--format` names."""
     verifier: VerifierSection
     held_out_prompts: str = field(default="", metadata=PATH)
-    """A file of prompts in the same format that nothing is learned from: on them the learned temperatures are measured at
-    the end, beside their mean, the best constant and τ = 1. If empty: only on new texts of the training prompts."""
+    """A file of prompts in the same format that nothing is learned from: the verdict is about them. If empty: a share of
+    the prompts."""
+    held_out_share: float = 0.2
+    """Share of the prompts, in [0, 1), that is held out if there is no file of held-out prompts. Where that is fewer than
+    two prompts, the verdict is about new texts of the training prompts."""
     name: str = field(default="reward", metadata=FREE_TO_CHANGE)
     """Name of the run, and of its directory in storage. Starting a run of the same name again continues it."""
     storage: str = field(default="", metadata=FREE_TO_CHANGE)
@@ -96,7 +97,7 @@ class RewardConfig:
     """each: every text earns its reward. distinct: of texts that are the same but for white space, the best earns it
     once, so that variety pays."""
     num_steps: int = 200
-    """Number of optimizer steps; the learning rate falls to 0 linearly."""
+    """Number of optimizer steps; over the last fifth the learning rate falls to 0 linearly."""
     prompts_per_step: int = 8
     """Number of prompts per step, each with a group of texts."""
     group_size: int = 16
@@ -145,6 +146,9 @@ class RewardConfig:
             raise ValueError(
                 f"verifier.name = {self.verifier.name} needs other fields than format = gsm8k has: say gsm8k"
             )
+        check_share("held_out_share", self.held_out_share)
+        if self.held_out_share == 1.0:
+            raise ValueError("held_out_share = 1 leaves no prompt to learn from: it must be below 1")
         self.temperature.network_config(vocab_size=2, state_size=1)  # raises ValueError if the switches do not fit
         _ = self.run.resolved_storage
 

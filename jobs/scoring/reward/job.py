@@ -19,12 +19,10 @@ from jobs.engine.metrics import MetricLogger
 from jobs.engine.preflight import check_machine, check_writable
 from jobs.engine.tags import run_tags
 from jobs.engine.tracking import TrackedRun, finish_run, mark_if_ended, open_run, resolve_uri, survive_outage
-from jobs.scoring.reward.checkpoint import load_checkpoint, save_checkpoint
 from jobs.scoring.reward.comparison import compare_temperatures, table
 from jobs.scoring.reward.config import RewardConfig
-from jobs.scoring.reward.description import describe_plan
-from jobs.scoring.reward.plan import RewardPlan, make_plan, refer_to_base
-from jobs.scoring.reward.pool import RolloutPool
+from jobs.scoring.reward.plan import RewardPlan, describe_plan, make_plan, refer_to_base
+from jobs.scoring.reward.rollouts import work_in_pool
 from jobs.scoring.reward.trainer import Figures, RewardTrainer
 from jobs.scoring.units import check_pool
 from pipelines.local_copy import local_copy
@@ -65,8 +63,7 @@ def train_reward(config: RewardConfig, *, say: Callable[[str], None] = print) ->
     with ExitStack() as stack:
         tracked = _open(plan, uri) if uri else None
         stack.enter_context(mark_if_ended(tracked))
-        pool = stack.enter_context(RolloutPool(plan))
-        trainer = RewardTrainer(plan, pool.run)
+        trainer = RewardTrainer(plan, stack.enter_context(work_in_pool(plan)))
         logger = MetricLogger(tracked, warn=say) if tracked else None
         log = logger.log if logger else lambda figures, step: None
         train(trainer, directory, say=say, log=log)
@@ -104,16 +101,18 @@ def train(
     config = trainer.plan.config
     filesystem, path = resolve(directory)
     filesystem.create_dir(path, recursive=True)
-    if load_checkpoint(trainer, directory):
+    if trainer.load(directory):
         say(f"continues after step {trainer.step} of {config.num_steps}")
     else:
-        base = trainer.measure_base()
+        trainer.begin()
         assert trainer.controller is not None
+        best = trainer.constants[trainer.best_constant]
         say(
-            f"at τ = 1: reward {base['reward']:.4f}, distinct {base['distinct']:.4f}, over {base['texts']:.0f} texts; the "
-            f"divergence is to settle at {trainer.controller.target:.3f} nats a text"
+            f"best constant τ = {trainer.best_constant:g}: reward {best['reward']:.4f}, distinct {best['distinct']:.4f}, "
+            f"over {best['texts']:.0f} texts; the divergence from τ = {trainer.reference:g} rises to "
+            f"{trainer.controller.target:.3f} nats a text"
         )
-        save_checkpoint(trainer, directory)
+        trainer.save(directory)
     started, first = time.monotonic(), trainer.step
     while trainer.step < config.num_steps:
         figures = trainer.train_step()
@@ -121,7 +120,7 @@ def train(
         left = (time.monotonic() - started) / (trainer.step - first) * (config.num_steps - trainer.step)
         say(f"{trainer.step:>{len(str(config.num_steps))}}/{config.num_steps}  {describe(figures)}  {clock(left)} left")
         if trainer.step % config.checkpoint_every == 0 or trainer.step == config.num_steps:
-            save_checkpoint(trainer, directory)
+            trainer.save(directory)
 
 
 def describe(figures: Figures) -> str:
@@ -186,7 +185,8 @@ def _open(plan: RewardPlan, uri: str) -> TrackedRun:
 def _final_metrics(outcome: dict[str, Any]) -> dict[str, float]:
     """Return the final figures for MLflow."""
     metrics = {"target_kl": outcome["target_kl"], "lost_total": float(sum(outcome["failures"].values()))}
-    for part, prefix in (("temperatures", ""), ("held_out", "held_out/")):
-        for name, figures in outcome.get(part, {}).items():
-            metrics |= {f"{prefix}{name}/{key}": figures[key] for key in ("reward", "distinct", "kl", "tau_mean")}
+    for name, figures in outcome["temperatures"].items():
+        metrics |= {f"{name}/{key}": figures[key] for key in ("reward", "distinct", "kl", "tau_mean")}
+    for name, interval in outcome["gains"].items():
+        metrics |= {f"{name}/gain": interval["mean"], f"{name}/gain_half_width": interval["half_width"] or math.nan}
     return {name: value for name, value in metrics.items() if math.isfinite(value)}

@@ -9,7 +9,6 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from jobs.scoring.reward.plan import NUM_TOKENS_AT_A_TIME
 from tempnet.models.output_head import find_output_head
 from tempnet.network import TempNet
 from tempnet.reward import (
@@ -27,9 +27,6 @@ from tempnet.reward import (
     token_advantages,
     token_statistics,
 )
-
-# Tokens whose logits are held at a time: for V = 50 000, 100 MB in float32 for each of the few copies.
-NUM_TOKENS_AT_A_TIME = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +45,8 @@ class Rollout:
 class GroupRewards:
     """The rewards of the texts of one prompt, without those that were lost to the verifier."""
 
+    question: int
+    """Place of the prompt among all that may be asked."""
     places: list[int]
     """Places of the texts in their batch."""
     rewards: list[float]
@@ -87,43 +86,40 @@ class Learner:
         self._head = find_output_head(base)
 
     def gradient(
-        self,
-        rollouts: Sequence[Rollout],
-        groups: Sequence[GroupRewards],
-        kl_weight: float,
-        sums: defaultdict[str, float],
-    ) -> dict[str, Tensor]:
-        """Return the sum over texts of the gradient of −(advantage·log p − λ·KL), by the name of the parameter.
+        self, rollouts: Sequence[Rollout], groups: Sequence[GroupRewards], kl_weight: float, reference: float
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the sum over texts of the gradient of −(advantage·log p − λ·KL), and what :meth:`measure` returns.
 
         Args:
             rollouts: the texts of a batch, drawn at the temperatures of the TempNet as it is.
             groups: their rewards.
             kl_weight: λ.
-            sums: to which `kl`, `tokens`, `tau` and `tau_square` of the texts with a reward are added.
+            reference: the constant temperature that the divergence is measured from.
+
+        Returns:
+            the gradient by the name of the parameter, and (B, 4) sums over the tokens of each text.
         """
         tokens = self._read(rollouts)
-        statistics, tau = self._statistics(tokens, None)
+        statistics, tau = self._statistics(tokens, None, reference)
         weights = _token_weights(tokens, statistics, groups, kl_weight, len(rollouts))
-        _add(sums, tokens, statistics.kl, tau, groups)
         self._network.zero_grad()
         for part in torch.arange(len(tokens.ids), device=tau.device).split(NUM_TOKENS_AT_A_TIME):
             part = part[weights.is_valid[part]]
             if len(part):
                 found = TokenStatistics(statistics.score[part], statistics.kl[part], statistics.kl_slope[part])
                 surrogate_loss(self._tau(tokens, part), found, weights.advantages[part], kl_weight).backward()
-        return {
+        gradient = {
             name: (torch.zeros_like(value) if value.grad is None else value.grad).cpu()
             for name, value in self._network.named_parameters()
         }
+        return gradient, _sums(tokens, statistics.kl, tau, len(rollouts))
 
-    def add_statistics(
-        self, rollouts: Sequence[Rollout], groups: Sequence[GroupRewards], sums: defaultdict[str, float]
-    ) -> None:
-        """Add `kl`, `tokens`, `tau` and `tau_square` of texts that were drawn at given temperatures."""
+    def measure(self, rollouts: Sequence[Rollout], reference: float) -> Tensor:
+        """Return the sums of 1, divergence, τ and τ² over the tokens of texts that were drawn at their τ: (B, 4)."""
         tokens = self._read(rollouts)
         given = torch.tensor([value for rollout in rollouts for value in rollout.tau], device=tokens.ids.device)
-        statistics, tau = self._statistics(tokens, given)
-        _add(sums, tokens, statistics.kl, tau, groups)
+        statistics, tau = self._statistics(tokens, given, reference)
+        return _sums(tokens, statistics.kl, tau, len(rollouts))
 
     @torch.no_grad()
     def _read(self, rollouts: Sequence[Rollout]) -> _Tokens:
@@ -151,13 +147,13 @@ class Learner:
         )
 
     @torch.no_grad()
-    def _statistics(self, tokens: _Tokens, given: Tensor | None) -> tuple[TokenStatistics, Tensor]:
+    def _statistics(self, tokens: _Tokens, given: Tensor | None, reference: float) -> tuple[TokenStatistics, Tensor]:
         """Return statistics and temperatures (N,), at given temperatures or at those of the TempNet."""
         parts, taus = [], []
         for part in torch.arange(len(tokens.ids), device=tokens.ids.device).split(NUM_TOKENS_AT_A_TIME):
             logits = self._logits(tokens, part)
             tau = self._tau(tokens, part, logits) if given is None else given[part]
-            parts.append(token_statistics(logits, tokens.ids[part], tau))
+            parts.append(token_statistics(logits, tokens.ids[part], tau, reference))
             taus.append(tau)
         fields = (torch.cat([getattr(part, name) for part in parts]) for name in ("score", "kl", "kl_slope"))
         return TokenStatistics(*fields), torch.cat(taus)
@@ -199,12 +195,6 @@ def _token_weights(
     return _TokenWeights(advantages[tokens.rows, tokens.columns], is_valid[tokens.rows, tokens.columns])
 
 
-def _add(
-    sums: defaultdict[str, float], tokens: _Tokens, kl: Tensor, tau: Tensor, groups: Sequence[GroupRewards]
-) -> None:
-    places = torch.tensor([place for group in groups for place in group.places], dtype=torch.long)
-    is_valid = torch.isin(tokens.rows, places.to(tokens.rows.device))
-    sums["tokens"] += int(is_valid.sum())
-    sums["kl"] += kl[is_valid].double().sum().item()
-    sums["tau"] += tau[is_valid].double().sum().item()
-    sums["tau_square"] += tau[is_valid].double().square().sum().item()
+def _sums(tokens: _Tokens, kl: Tensor, tau: Tensor, num_texts: int) -> Tensor:
+    values = torch.stack([torch.ones_like(tau), kl, tau, tau.square()], dim=-1).double().cpu()
+    return values.new_zeros(num_texts, values.shape[-1]).index_add_(0, tokens.rows.cpu(), values)

@@ -1,4 +1,4 @@
-"""The plan of a run: its configuration, completed and checked before Ray is started or the model is loaded."""
+"""The plan of a run, completed and checked before Ray is started or the model is loaded, and in words (`--dry-run`)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from jobs.engine.fields import with_absolute_paths
 from jobs.engine.fingerprints import model_digest, tempnet_digest
 from jobs.engine.identity import recorded_values
+from jobs.engine.masking import masked
+from jobs.engine.memory import PROCESS_BYTES, describe_memory
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.generation.formats import FORMATS, Prompt, read_prompts
 from jobs.scoring.generation.job import prompt_text, room_for_prompts
@@ -28,6 +31,22 @@ from tempnet.base_model import BaseReference, base_digest, find_base, read_confi
 from tempnet.loading import load_tempnet
 from tempnet.network import TempNet
 from tempnet.network_config import TempNetConfig
+
+_WIDTH = 14
+# Copies of the logits of a token that the gradient, or a draw, holds at once: logits, logits/τ, probabilities, products.
+_NUM_COPIES = 4
+# Numbers per token and hidden unit that a layer without a graph holds: queries, keys, values, the four of the MLP, residuals.
+_NUM_PER_UNIT = 10
+NUM_TOKENS_AT_A_TIME = 512
+"""Tokens whose logits a worker holds at a time: for V = 50 000, 100 MB in float32 for each of the few copies."""
+CONSTANTS = (1.0, 0.85, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.05, 1.2, 1.5)
+"""The constants to choose from."""
+ROUNDS = ((len(CONSTANTS), 1), (5, 2), (2, 5))
+"""Rounds of a choice: how many temperatures are left in it, and how many steps' worth of texts each of them gets."""
+_NUM_COMPARED = 5  # temperatures that the verdict compares
+_NUM_TEXTS_OF_VERDICT, _MAX_GROUPS_OF_VERDICT = 1024, 8
+_GOAL_SHARES = (0.28, 0.4, 0.57)
+_LEAST_SHARE_OF_START = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +69,7 @@ class RewardPlan:
     questions: tuple[Question, ...]
     """The prompts that leave room for `max_new_tokens` in the model's context."""
     held_out: tuple[Question, ...]
-    """The held-out prompts that do; they are measured at the end."""
+    """The prompts that nothing is learned from; the verdict is about them. If empty: about the training prompts."""
     num_too_long: int
     """Number of prompts, of both kinds, that do not, which are left out."""
     network: TempNetConfig
@@ -85,9 +104,21 @@ class RewardPlan:
             places.append(order[position % size])
         return [(place, places[:slot].count(place) * self.config.group_size) for slot, place in enumerate(places)]
 
-    def held_out_places(self) -> list[tuple[int, int]]:
-        """Return the places of the held-out questions among all, each with the number of its first sample."""
-        return [(place, 0) for place in range(len(self.questions), len(self.asked))]
+    def places_of_verdict(self) -> list[tuple[int, int]]:
+        """Return the places of the questions that the verdict is about, each with the number of its first sample.
+
+        Every question has as many groups of texts as it takes for about `_NUM_TEXTS_OF_VERDICT` in all.
+        """
+        size = self.config.group_size
+        places = range(len(self.questions), len(self.asked)) if self.held_out else range(len(self.questions))
+        num_groups = min(_MAX_GROUPS_OF_VERDICT, -(-_NUM_TEXTS_OF_VERDICT // (len(places) * size)))
+        return [(place, number * size) for number in range(num_groups) for place in places]
+
+    @property
+    def goal_steps(self) -> tuple[int, ...]:
+        """The steps after which the weights are kept: at 1/8, 1/4 and 1/2 of the largest divergence, and at the end."""
+        number = self.config.num_steps
+        return tuple(sorted({*(max(1, round(share * number)) for share in _GOAL_SHARES), number}))
 
 
 def make_plan(config: RewardConfig) -> RewardPlan:
@@ -100,7 +131,7 @@ def make_plan(config: RewardConfig) -> RewardPlan:
     config = with_absolute_paths(config)
     config = dataclasses.replace(config, storage=config.run.resolved_storage)
     prompts = read_prompts(config.prompts, config.format, config.limit)
-    held_out = _read_held_out(config, prompts)
+    prompts, held_out = _hold_out(config, prompts)
     with naming_field("model = "):
         place = local_copy(config.model, with_weights=False)
         base = read_config(place, trust_remote_code=config.trust_remote_code).get_text_config()
@@ -111,7 +142,7 @@ def make_plan(config: RewardConfig) -> RewardPlan:
     is_chat = config.chat != "off" and tokenizer.chat_template is not None
     fitting = _fitting("prompts", config, [_question(prompt, tokenizer, is_chat) for prompt in prompts])
     new = [_question(prompt, tokenizer, is_chat) for prompt in held_out]
-    measured = _fitting("held_out_prompts", config, new) if new else ()
+    measured = _fitting("held_out_prompts" if config.held_out_prompts else "prompts", config, new) if new else ()
     plan = RewardPlan(
         config=config,
         questions=fitting,
@@ -137,10 +168,17 @@ def make_plan(config: RewardConfig) -> RewardPlan:
     return plan
 
 
-def _read_held_out(config: RewardConfig, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return the held-out prompts, of which none may be one that is learned from."""
+def _hold_out(config: RewardConfig, prompts: list[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
+    """Return the prompts to learn from and those that are held out, of which none is learned from."""
     if not config.held_out_prompts:
-        return []
+        number = int(config.held_out_share * len(prompts))
+        order = list(range(len(prompts)))
+        random.Random(f"{config.seed}/held-out").shuffle(order)
+        chosen = set(order[:number]) if number > 1 else set()
+        return (
+            [prompt for place, prompt in enumerate(prompts) if place not in chosen],
+            [prompt for place, prompt in enumerate(prompts) if place in chosen],
+        )
     with naming_field("held_out_prompts: "):
         held_out = read_prompts(config.held_out_prompts, config.format, 0)
     known = {prompt.turns for prompt in prompts}
@@ -149,7 +187,7 @@ def _read_held_out(config: RewardConfig, prompts: Sequence[Prompt]) -> list[Prom
             f"held_out_prompts = {config.held_out_prompts!r}: {len(shared)} of its prompts are in prompts = "
             f"{config.prompts!r} too, the first with the id {shared[0].id!r}"
         )
-    return held_out
+    return prompts, held_out
 
 
 def _question(prompt: Prompt, tokenizer: PreTrainedTokenizerFast, is_chat: bool) -> Question:
@@ -194,6 +232,25 @@ def make_network(plan: RewardPlan) -> TempNet:
     return network
 
 
+def start_at(network: TempNet, tau: float) -> dict[str, Tensor]:
+    """Let the temperatures of a new TempNet begin near a constant, which is moved into its range.
+
+    Returns:
+        the weights of the network that gives this constant to every token.
+    """
+    config = network.config
+    share = (tau - config.tau_min) / (config.tau_max - config.tau_min)
+    score = torch.logit(torch.tensor(share), eps=_LEAST_SHARE_OF_START)
+    with torch.no_grad():
+        if config.pooling == "linear":
+            network.final.bias.fill_(score)
+        else:
+            network.pool_bias.fill_(-score)
+    weights = {name: value.detach().clone() for name, value in network.state_dict().items()}
+    weights["final.weight" if config.pooling == "linear" else "pool_weight"].zero_()
+    return weights
+
+
 def refer_to_base(plan: RewardPlan) -> BaseReference:
     """Return the reference by which the export names its base; if the model is such an export, that of its own base."""
     place = local_copy(plan.config.model)
@@ -227,3 +284,101 @@ def _questions_digest(questions: tuple[Question, ...]) -> str:
         content = [question.prompt.id, question.text, dict(question.prompt.fields)]
         digest.update(json.dumps(content, sort_keys=True).encode())
     return digest.hexdigest()
+
+
+def describe_plan(plan: RewardPlan, tracking_uri: str) -> str:
+    """Return the plan as lines of name and text.
+
+    Args:
+        plan: the plan.
+        tracking_uri: address of MLflow; empty if the run is not logged.
+    """
+    config, leash = plan.config, plan.config.leash
+    num_texts = config.prompts_per_step * config.group_size
+    num_training, num_beside = config.num_steps * num_texts, num_measured_texts(plan)
+    longest = max(len(question.ids) for question in plan.questions)
+    most = (num_training + num_beside) * config.max_new_tokens
+    most_kl = f"{leash.target_kl:g} nats a text"
+    if leash.target_kl is None:
+        most_kl = f"{leash.allowance:g} × −log of the reward there"
+    goals = ", ".join(map(str, plan.goal_steps))
+    where = "1 GPU" if config.workers.use_gpu else f"{config.workers.cpus_per_worker:g} CPUs"
+    rows = {
+        "run": f"{config.name} in {config.run.directory}",
+        "model": f"{config.model}, {_shapes(plan)['parameters']:,} parameters in {config.dtype}, frozen",
+        "TempNet": f"{_count(plan):,} parameters, reads {plan.config.temperature.input}",
+        "prompts": f"{_describe_questions(plan.questions)}; {plan.num_too_long} too long and left out",
+        "held out": f"{_describe_questions(plan.held_out)}; the verdict is about them"
+        if plan.held_out
+        else "none: the verdict is about new texts of the training prompts; --held-out-prompts FILE",
+        "verifier": f"{config.verifier.name}, at most {config.verifier.seconds:g} s a text; reward: {config.reward}",
+        "steps": f"{config.num_steps} of {config.prompts_per_step} prompts × {config.group_size} texts; checkpoint every "
+        f"{config.checkpoint_every}",
+        "texts": f"{num_training:,} to learn from, {num_beside:,} to choose the constant and the leash, and for the verdict",
+        "tokens": f"at most {most:,} new ones, {config.max_new_tokens} a text after prompts of at most {longest}",
+        "leash": f"from the best of {len(CONSTANTS)} constants, KL rises to {most_kl}; "
+        f"λ is {'found' if leash.reset_steps else 'fixed'}, first {leash.weight:g}; of the weights "
+        f"after steps 0, {goals} the best are kept",
+        "workers": f"{config.workers.num_workers} × {where}, {config.prompts_at_a_time} prompts at a time",
+        "memory": _describe_memory(plan),
+        "MLflow": masked(tracking_uri) or "off",
+    }
+    return "\n".join(f"{name:<{_WIDTH}}{text}" for name, text in rows.items())
+
+
+def num_measured_texts(plan: RewardPlan) -> int:
+    """Return the number of texts that nothing is learned from."""
+    config = plan.config
+    num_batches = sum(
+        min(left, number) * each for number in (len(CONSTANTS), _num_goals(plan)) for left, each in ROUNDS
+    )
+    num_groups = num_batches * config.prompts_per_step + _NUM_COMPARED * len(plan.places_of_verdict())
+    return num_groups * config.group_size
+
+
+def _num_goals(plan: RewardPlan) -> int:
+    return 1 + len(plan.goal_steps)
+
+
+def _describe_memory(plan: RewardPlan) -> str:
+    """Return the memory of a worker at its peak, by arithmetic: the process, weights, keys and values, and logits."""
+    config, shapes = plan.config, _shapes(plan)
+    size = getattr(torch, config.dtype).itemsize
+    num_texts = config.prompts_at_a_time * config.group_size
+    num_tokens = num_texts * (max(len(question.ids) for question in plan.asked) + config.max_new_tokens)
+    items = {
+        "process": PROCESS_BYTES[config.workers.use_gpu],
+        "weights": shapes["parameters"] * size,
+        "keys and values": 2 * shapes["layers"] * shapes["key_width"] * num_tokens * size,
+        "a layer": _NUM_PER_UNIT * shapes["hidden"] * num_tokens * size,
+        "logits": _NUM_COPIES * max(NUM_TOKENS_AT_A_TIME, num_texts) * plan.network.input_size * 4,
+    }
+    return f"about {describe_memory(items)}"
+
+
+def _shapes(plan: RewardPlan) -> dict[str, int]:
+    """Return the number of parameters, layers, hidden units, and of keys of a token in a layer."""
+    remote = plan.config.trust_remote_code
+    place = local_copy(plan.config.model, with_weights=False)
+    config: Any = read_config(place, trust_remote_code=remote)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=remote)
+    text = config.get_text_config()
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    num_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "layers": text.num_hidden_layers,
+        "hidden": text.hidden_size,
+        "key_width": num_heads * head_size,
+    }
+
+
+def _count(plan: RewardPlan) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in TempNet(plan.network).parameters())
+
+
+def _describe_questions(questions: tuple[Question, ...]) -> str:
+    lengths = [len(question.ids) for question in questions]
+    return f"{len(questions)} of {min(lengths)} to {max(lengths)} tokens"

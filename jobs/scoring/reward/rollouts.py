@@ -6,44 +6,91 @@ number of the sample and the step. Which worker does it, and how often, changes 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+import os
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import ray
+import torch
+from ray.exceptions import RayTaskError
+from ray.util import ActorPool
 from torch import Tensor
 
+from jobs.engine.cluster import CPU_ENVIRONMENT
+from jobs.scoring.generation.processors import TemperatureRule
 from jobs.scoring.generation.sampling import Generated, Request, Sampler
 from jobs.scoring.reward.learning import GroupRewards, Learner, Rollout
 from jobs.scoring.reward.plan import RewardPlan, make_network
 from jobs.scoring.verifiers.panel import Judgement, Panel
 from jobs.scoring.verifiers.verifier import Sample
+from pipelines.actor_start import wait_until_started
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.inference import can_fold
+from tempnet.intervals import Interval, mean_interval
 from tempnet.reward import distinct_reward
+
+Temperature = dict[str, Tensor] | TemperatureRule | float
+"""Weights of the TempNet, a rule, or a constant."""
+# Of how many tokens the temperature of one is kept, to be given to other tokens.
+_TOKENS_PER_KEPT_TAU = 4
+# A worker that dies, for instance with its machine, is started again by Ray, and its order carried out again, this often.
+_NUM_RETRIES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """A part of a step: questions to ask at the temperatures of a TempNet, or at a constant one."""
+    """A part of a step: questions to ask at the temperatures of a TempNet, or at those of a rule or constant."""
 
     step: int
     """Number of the step, which is part of the random seed of its texts; negative for texts that nothing learns from."""
     places: tuple[tuple[int, int], ...]
     """Places of the questions among all that may be asked, each with the number of its first sample."""
-    temperature: dict[str, Tensor] | float
-    """Weights of the TempNet, or a constant temperature, from which no gradient is computed."""
-    kl_weight: float = 0.0
-    """λ."""
+    temperature: Temperature
+    """What gives every token its temperature."""
+    kl_weight: float | None = None
+    """λ; None: nothing is learned, and no gradient computed."""
+    reference: float = 1.0
+    """The constant temperature that the divergence is measured from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSums:
+    """What came of one group of texts: sums over those with a reward."""
+
+    place: int
+    """Place of the question among all that may be asked."""
+    texts: int
+    """Number of texts with a reward."""
+    reward: float
+    """Sum of their rewards."""
+    distinct: float
+    """Sum over distinct answers of their best reward."""
+    tokens: float
+    """Number of their tokens."""
+    kl: float
+    """Divergence of their tokens, in nats."""
+    tau: float
+    """Temperatures of their tokens."""
+    tau_square: float
+    """Squares of these."""
+    taus: tuple[float, ...] = ()
+    """Some of the temperatures that a TempNet gave their tokens."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
-    """What came of an order: sums over texts, so that answers can be added."""
+    """What came of an order; answers can be added."""
 
+    groups: list[GroupSums] = field(default_factory=list)
+    """The groups that have a text with a reward."""
     gradient: dict[str, Tensor] = field(default_factory=dict)
-    """Sum over texts of the gradient of the loss, by the name of the parameter; empty for a constant temperature."""
-    sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """`texts` with a reward, their `reward`, `distinct` and `kl`; `tokens`, `tau` and `tau_square`; `lost` texts."""
+    """Sum over texts of the gradient of the loss, by the name of the parameter; empty if nothing is learned."""
     failures: Counter[str] = field(default_factory=Counter)
     """Number of texts lost to the verifier, by reason."""
     first_failure: str = ""
@@ -53,14 +100,44 @@ class Answer:
         """Add another answer to this one."""
         for name, value in other.gradient.items():
             self.gradient[name] = self.gradient[name] + value if name in self.gradient else value
-        for name, number in other.sums.items():
-            self.sums[name] += number
+        self.groups += other.groups
         self.failures.update(other.failures)
         self.first_failure = self.first_failure or other.first_failure
 
+    def total(self, name: str) -> float:
+        """Return the sum over groups of one of their sums."""
+        return math.fsum(getattr(group, name) for group in self.groups)
+
     def mean(self, name: str) -> float:
         """Return the mean over texts of a sum; NaN if no text has a reward."""
-        return self.sums[name] / self.sums["texts"] if self.sums["texts"] else float("nan")
+        return self.total(name) / self.total("texts") if self.groups else math.nan
+
+    def by_prompt(self, measure: str) -> dict[int, float]:
+        """Return the mean over texts of `reward` or `distinct`, by the place of the question."""
+        texts, sums = Counter[int](), Counter[int]()
+        for group in self.groups:
+            texts[group.place] += group.texts
+            sums[group.place] += getattr(group, measure)
+        return {place: sums[place] / texts[place] for place in texts}
+
+    def figures(self) -> dict[str, float]:
+        """Return means over texts, and mean and standard deviation of τ over their tokens."""
+        num_tokens = max(1.0, self.total("tokens"))
+        tau = self.total("tau") / num_tokens
+        means = {name: self.mean(name) for name in ("reward", "distinct", "kl", "tokens")}
+        deviation = math.sqrt(max(0.0, self.total("tau_square") / num_tokens - tau * tau))
+        counts = {"texts": self.total("texts"), "lost": float(sum(self.failures.values()))}
+        return means | {"tau_mean": tau, "tau_deviation": deviation} | counts
+
+
+def gain(own: Answer, other: Answer, measure: str) -> Interval:
+    """Return by how much one answer is ahead of another per text, with the interval over the prompts that both have."""
+    ours, theirs = own.by_prompt(measure), other.by_prompt(measure)
+    return mean_interval([ours[place] - theirs[place] for place in ours if place in theirs])
+
+
+RunOrders = Callable[[Sequence[Order]], list[Answer]]
+"""Carries out orders, and returns their answers in the same order."""
 
 
 class RolloutWorker:
@@ -85,12 +162,12 @@ class RolloutWorker:
 
     def run(self, order: Order) -> Answer:
         """Carry out an order."""
-        is_learned = not isinstance(order.temperature, float)
-        if isinstance(order.temperature, float):
-            self.sampler.set_temperature(order.temperature)
-        else:
+        is_network = isinstance(order.temperature, dict)
+        if isinstance(order.temperature, dict):
             self.network.load_state_dict(order.temperature)
             self.sampler.set_temperature(self.network)
+        else:
+            self.sampler.set_temperature(order.temperature)
         requests = self._requests(order)
         generated = self.sampler(requests)
         judgement = self.panel.judge(self._samples(order, generated))
@@ -98,17 +175,29 @@ class RolloutWorker:
             Rollout(prompt=request.ids, new=text.ids, tau=text.tau or [])
             for request, text in zip(requests, generated, strict=True)
         ]
-        groups = self._groups(generated, judgement)
+        groups = self._groups(order, generated, judgement)
         answer = Answer(failures=Counter(judgement.failures), first_failure=judgement.first_failure)
-        answer.sums["lost"] = sum(judgement.failures.values())
-        for group in groups:
-            answer.sums["texts"] += len(group.places)
-            answer.sums["reward"] += sum(group.rewards)
-            answer.sums["distinct"] += distinct_reward(group.rewards, group.answers) * len(group.places)
-        if is_learned:
-            answer.gradient = self.learner.gradient(rollouts, groups, order.kl_weight, answer.sums)
+        if order.kl_weight is None:
+            texts = self.learner.measure(rollouts, order.reference)
         else:
-            self.learner.add_statistics(rollouts, groups, answer.sums)
+            answer.gradient, texts = self.learner.gradient(rollouts, groups, order.kl_weight, order.reference)
+        for group in groups:
+            tokens, kl, tau, tau_square = texts[group.places].sum(0).tolist()
+            taus = [tau for place in group.places for tau in rollouts[place].tau]
+            kept = random.Random(f"{order.step}/{group.question}").sample(taus, -(-len(taus) // _TOKENS_PER_KEPT_TAU))
+            answer.groups.append(
+                GroupSums(
+                    place=group.question,
+                    texts=len(group.places),
+                    reward=sum(group.rewards),
+                    distinct=distinct_reward(group.rewards, group.answers) * len(group.places),
+                    tokens=tokens,
+                    kl=kl,
+                    tau=tau,
+                    tau_square=tau_square,
+                    taus=tuple(kept) if is_network and order.kl_weight is None else (),
+                )
+            )
         return answer
 
     def _requests(self, order: Order) -> list[Request]:
@@ -128,21 +217,84 @@ class RolloutWorker:
             samples.append(Sample(prompt=question.text, text=text.text, fields=question.prompt.fields))
         return samples
 
-    def _groups(self, generated: Sequence[Generated], judgement: Judgement) -> list[GroupRewards]:
+    def _groups(self, order: Order, generated: Sequence[Generated], judgement: Judgement) -> list[GroupRewards]:
         """Return the groups, without one whose texts were all lost."""
         size, groups = self.plan.config.group_size, []
-        for start in range(0, len(generated), size):
-            valid = [place for place in range(start, start + size) if judgement.rewards[place] is not None]
-            rewards = [reward for place in valid if (reward := judgement.rewards[place]) is not None]
-            group = GroupRewards(
-                places=valid,
-                rewards=rewards,
-                answers=[" ".join(generated[place].text.split()) for place in valid],
-                is_distinct=self.plan.config.reward == "distinct",
-            )
-            groups += [group] if valid else []
+        for number, (question, _) in enumerate(order.places):
+            places = range(number * size, (number + 1) * size)
+            known = {place: reward for place in places if (reward := judgement.rewards[place]) is not None}
+            if known:
+                groups.append(
+                    GroupRewards(
+                        question=question,
+                        places=list(known),
+                        rewards=list(known.values()),
+                        answers=[" ".join(generated[place].text.split()) for place in known],
+                        is_distinct=self.plan.config.reward == "distinct",
+                    )
+                )
         return groups
 
     def close(self) -> None:
         """End the processes of the verifier."""
         self.panel.close()
+
+
+@contextmanager
+def work_here(plan: RewardPlan) -> Iterator[RunOrders]:
+    """Yield what carries out orders in this process, one after another."""
+    with closing(RolloutWorker(plan)) as worker:
+        yield lambda orders: [worker.run(order) for order in orders]
+
+
+class _RolloutActor:
+    """Ray actor around a worker, which it makes with its first call, so that errors are raised there."""
+
+    def __init__(self, plan: RewardPlan, num_threads: int, search_path: Sequence[str]) -> None:
+        torch.set_num_threads(num_threads)
+        # A function that verifies may lie where only the driver would look for it.
+        sys.path += [path for path in search_path if path not in sys.path]
+        self._plan = plan
+        self._worker: RolloutWorker | None = None
+
+    def run(self, order: Order, temperature: Temperature) -> Answer:
+        """Carry out an order, whose weights come as an argument of their own, once for all orders of a step."""
+        self._worker = self._worker or RolloutWorker(self._plan)
+        return self._worker.run(replace(order, temperature=temperature))
+
+
+@contextmanager
+def work_in_pool(plan: RewardPlan) -> Iterator[RunOrders]:
+    """Yield what carries out orders in a pool of Ray actors, whose number and size `plan.config.workers` says.
+
+    What a worker raises, such as ValueError for a model that does not fit, is raised here; so is RayActorError if a worker
+    dies again and again.
+    """
+    pool = plan.config.workers
+    kind: Any = ray.remote(_RolloutActor).options(
+        num_cpus=pool.cpus_per_worker,
+        num_gpus=pool.num_gpus,
+        max_restarts=_NUM_RETRIES,
+        max_task_retries=_NUM_RETRIES,
+        runtime_env={"env_vars": CPU_ENVIRONMENT},
+    )
+    search_path = [path or os.getcwd() for path in sys.path]
+    shared_plan = ray.put(plan)
+    num_actors = min(pool.num_workers, -(-plan.config.prompts_per_step // plan.config.prompts_at_a_time))
+    actors = [kind.remote(shared_plan, max(1, int(pool.cpus_per_worker)), search_path) for _ in range(num_actors)]
+
+    def run(orders: Sequence[Order]) -> list[Answer]:
+        shared = ray.put(orders[0].temperature)  # the weights travel once for all orders of the step, by reference
+        waiting = [replace(order, temperature=0.0) for order in orders]
+        try:
+            return list(ActorPool(actors).map(lambda actor, order: actor.run.remote(order, shared), waiting))
+        except RayTaskError as error:
+            raise error.cause from None
+
+    try:
+        for actor in actors:
+            wait_until_started(actor)
+        yield run
+    finally:
+        for actor in actors:
+            ray.kill(actor)

@@ -1,33 +1,45 @@
 """The training loop: order texts, add up the answers, make one optimizer step, let λ follow; nothing here knows of Ray.
 
-The state after a step is the weights of the TempNet, the moments of Adam, the controller of λ and the figures of all steps
-(`jobs.scoring.reward.checkpoint`). Everything random is drawn by the workers from keys, so that a run that goes on from a
-checkpoint is the run that was never stopped.
+    constants   some are tried on the training prompts. Of those that cannot be told apart from the best, the one nearest to
+                1, whose texts vary most, is where the network starts and what the divergence is measured from, so that
+                it is spent on differences between tokens, and not on a level that a constant has, too
+    steps       the goal of the divergence rises from 0 to the largest that is tried; λ follows it
+    choice      the weights at several goals are compared on new texts of the training prompts, and the best are kept
+
+The state after a step is the weights of the TempNet, those at the goals that were passed, the moments of Adam, the
+controller of λ and the figures of all steps, in one safetensors file whose header holds the rest as JSON. Everything random
+is drawn by the workers from keys, so that a run that goes on from a checkpoint is the run that was never stopped.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from jobs.scoring.reward.plan import RewardPlan, make_network
-from jobs.scoring.reward.rollouts import Answer, Order
+from jobs.scoring.reward.plan import CONSTANTS, ROUNDS, RewardPlan, make_network, start_at
+from jobs.scoring.reward.rollouts import Answer, Order, RunOrders, Temperature, gain
+from pipelines.storage import exists, read_bytes, write_bytes
 from tempnet.network import TempNet
 from tempnet.reward_leash import KLController, divergence_of_success
 
-RunOrders = Callable[[Sequence[Order]], list[Answer]]
-"""Carries out orders, and returns their answers in the same order."""
 Figures = dict[str, float]
 
+CHECKPOINT_FILE = "checkpoint.safetensors"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+# Share of the steps at the end in which the learning rate falls to 0. Before, the goal rises.
+_DECAY_SHARE = 0.2
 # AdamW's β₂: a step's gradient is so noisy that its square is best averaged over tens of steps.
 _BETAS = (0.9, 0.98)
-# The step of the texts for held-out prompts, which no other texts have.
-_HELD_OUT_STEP = -3001
+# First numbers of the steps whose texts nothing learns from; each goes down from there.
+_FIRST_CONSTANT, _FIRST_CHOICE = -1001, -2001
 
 
 class NoRewardError(RuntimeError):
@@ -49,8 +61,12 @@ class RewardTrainer:
         """Number of steps made."""
         self.history: list[Figures] = []
         """Figures of every step."""
-        self.base: Figures = {}
-        """Figures of the model at τ = 1; empty before they are measured."""
+        self.constants: dict[float, Figures] = {}
+        """Constant → its figures on training prompts, for all that were tried; empty before they are."""
+        self.best_constant = self.reference = 1.0
+        """The constant with the most reward, and the one that the divergence is measured from."""
+        self.passed: dict[int, dict[str, Tensor]] = {}
+        """Step → weights at the goals that were reached; 0: those of the best constant."""
         self.failures: Counter[str] = Counter()
         """Number of texts lost to the verifier, by reason."""
         self.first_failure = ""
@@ -60,60 +76,75 @@ class RewardTrainer:
         self.controller: KLController | None = None
         self._run_orders = run_orders
 
-    def measure_base(self) -> Figures:
-        """Measure the model at τ = 1, and set the target of the divergence and the first λ.
+    def begin(self) -> None:
+        """Try constants on the training prompts, and set the start of the network, the reference and the largest goal.
 
         Raises:
-            ValueError: if the target is to be derived from a model that is never right, or always.
+            ValueError: if the goal is to be derived from a model that is never right, or always.
             NoRewardError: if the verifier fails for all texts.
         """
-        leash = self.plan.config.leash
-        self.base = self.evaluate(1.0, num_batches=leash.num_base_batches)
-        target = leash.target_kl
+        found = self.choose({constant: constant for constant in CONSTANTS}, _FIRST_CONSTANT)
+        self.constants = {constant: answer.figures() for constant, answer in found.items()}
+        self.best_constant, best = next(iter(found.items()))
+        equal = [
+            tau for tau, answer in found.items() if not gain(best, answer, self.measure).low > 0.0 or answer is best
+        ]
+        self.reference = min(equal, key=lambda tau: abs(math.log(tau)))
+        leash, config = self.plan.config.leash, self.plan.config
+        target, reward = leash.target_kl, self.constants[self.reference]["reward"]
         if target is None:
             try:
-                target = leash.allowance * divergence_of_success(self.base["reward"])
+                target = leash.allowance * divergence_of_success(reward)
             except ValueError:
                 raise ValueError(
-                    f"the mean reward of {self.plan.config.model} at τ = 1 is {self.base['reward']:g}, over "
-                    f"{self.base['texts']:.0f} texts: leash.target_kl cannot be derived from it. A model that is never right "
-                    "has nothing to learn from; else give --leash.target-kl"
+                    f"the mean reward of {config.model} at τ = {self.reference:g}, its best constant, is {reward:g}, over "
+                    f"{self.constants[self.reference]['texts']:.0f} texts: no goal of the divergence follows from it. A "
+                    "model that is never right has nothing to learn from, one that always is has nothing to learn; else give "
+                    "--leash.target-kl"
                 ) from None
-        self.controller = self.make_controller(target)
-        return self.base
+        self.controller = self._make_controller(target)
+        self.passed = {0: self.weights()}
+        if not config.temperature.path:
+            self.passed = {0: start_at(self.network, self.best_constant)}
+            start_at(self.network, self.reference)
 
-    def make_controller(self, target: float) -> KLController:
-        """Return the controller of λ before its first step."""
+    def _make_controller(self, target: float) -> KLController:
         leash = self.plan.config.leash
         return KLController(
             leash.weight,
             target=target,
             gain=leash.gain,
             reset_steps=leash.reset_steps or 1.0,
-            ramp_steps=leash.ramp_share * self.plan.config.num_steps,
+            ramp_steps=(1.0 - _DECAY_SHARE) * self.plan.config.num_steps,
         )
 
-    def evaluate(self, temperature: float | None, *, num_batches: int, first: int = -1) -> Figures:
-        """Return mean figures of texts at a constant temperature, or at those of the TempNet (None); nothing is learned.
+    def choose(self, candidates: Mapping[Any, Temperature], first: int) -> dict[Any, Answer]:
+        """Return what was measured of temperatures on training prompts, the best first; of equally good ones the first given.
+
+        All get a step's worth of texts; those that are ahead get more, the same ones each.
 
         Args:
-            temperature: the constant.
-            num_batches: number of steps' worth of texts.
-            first: number of the first of these steps, negative, so that the texts are none that training sees; they go
-                down from there.
+            candidates: the temperatures by their names.
+            first: number of the first step of the texts.
         """
-        answer = Answer()
-        for number in range(num_batches):
-            answer.add(self._carry_out(first - number, temperature if temperature is not None else self.weights(), 0.0))
-        self._check_rewards(answer)
-        return _figures(answer)
+        whole: dict[Any, Answer] = {name: Answer() for name in candidates}
+        ranked, num_before = list(candidates), 0
+        for num_left, num_batches in ROUNDS:
+            ranked = ranked[:num_left]
+            for name in ranked:
+                for number in range(num_before, num_before + num_batches):
+                    whole[name].add(
+                        self.ask(candidates[name], self.plan.places_of_step(first - number), first - number)
+                    )
+            num_before += num_batches
+            ranked.sort(key=lambda name: -whole[name].mean(self.measure))  # stable
+            ranked += [name for name in whole if name not in ranked]
+        return {name: whole[name] for name in ranked}
 
-    def evaluate_held_out(self, temperature: float | None) -> Figures:
-        """Return mean figures of a group of texts for every held-out prompt; see :meth:`evaluate`."""
-        chosen = temperature if temperature is not None else self.weights()
-        answer = self._ask(self.plan.held_out_places(), _HELD_OUT_STEP, chosen, 0.0)
-        self._check_rewards(answer)
-        return _figures(answer)
+    @property
+    def measure(self) -> str:
+        """What is learned from: `reward`, or `distinct` reward."""
+        return "distinct" if self.plan.config.reward == "distinct" else "reward"
 
     def train_step(self) -> Figures:
         """Make one step and return its figures.
@@ -121,35 +152,49 @@ class RewardTrainer:
         Raises:
             NoRewardError: if the verifier fails for all texts of the step.
         """
-        assert self.controller is not None, "the base is measured before the first step"
+        assert self.controller is not None, "constants are tried before the first step"
         config, weight = self.plan.config, self.controller.weight
-        answer = self._carry_out(self.step, self.weights(), weight)
-        self._check_rewards(answer)
+        answer = self.ask(self.weights(), self.plan.places_of_step(self.step), self.step, weight)
+        num_texts = answer.total("texts")
         for name, parameter in self.network.named_parameters():
-            parameter.grad = answer.gradient[name] / answer.sums["texts"]
+            parameter.grad = answer.gradient[name] / num_texts
         norm = nn.utils.clip_grad_norm_(self.network.parameters(), config.max_grad_norm)
         for group in self.optimizer.param_groups:
-            group["lr"] = config.learning_rate * (1.0 - self.step / config.num_steps)
+            group["lr"] = config.learning_rate * min(1.0, (1.0 - self.step / config.num_steps) / _DECAY_SHARE)
         self.optimizer.step()
-        figures = _figures(answer) | {"kl_weight": weight, "gradient_norm": norm.item()}
+        figures = answer.figures() | {"kl_weight": weight, "gradient_norm": norm.item()}
         if config.leash.reset_steps:
             self.controller.update(figures["kl"])
         self.step += 1
         self.history.append(figures)
+        if self.step in self.plan.goal_steps:
+            self.passed[self.step] = self.weights()
         return figures
+
+    def finish(self) -> dict[int, Answer]:
+        """Give the network the weights of the goal whose texts are best, and return what was measured, the best first.
+
+        Goals are named by the step that they were reached at; 0 is the network that gives the best constant to every token.
+        """
+        found = self.choose(self.passed, _FIRST_CHOICE)
+        self.network.load_state_dict(self.passed[next(iter(found))])
+        return found
 
     def weights(self) -> dict[str, Tensor]:
         """Return a copy of the TempNet's weights."""
         return {name: value.detach().clone() for name, value in self.network.state_dict().items()}
 
     def result(self, num_last: int = 10) -> dict[str, Any]:
-        """Return what the run has come to: the last steps' mean figures, λ and its target, and what was lost."""
+        """Return what the run has come to: constants, the last steps' mean figures, λ and the largest goal, and losses."""
         assert self.controller is not None
         last = self.history[-num_last:]
         means = {name: sum(step[name] for step in last) / len(last) for name in last[0]} if last else {}
         return {
             "num_steps": self.step,
-            "base": self.base,
+            "base": self.constants[1.0],
+            "constants": {f"{constant:g}": figures for constant, figures in self.constants.items()},
+            "best_constant": self.best_constant,
+            "reference": self.reference,
             "last_steps": means,
             "target_kl": self.controller.target,
             "kl_weight": self.controller.weight,
@@ -157,17 +202,81 @@ class RewardTrainer:
             "first_failure": self.first_failure,
         }
 
-    def _carry_out(self, step: int, temperature: dict[str, Tensor] | float, kl_weight: float) -> Answer:
-        """Return the sum of the answers to a step's questions."""
-        return self._ask(self.plan.places_of_step(step), step, temperature, kl_weight)
+    def save(self, directory: str) -> None:
+        """Write the state; a reader finds this checkpoint or the one before, whenever the process is killed."""
+        assert self.controller is not None
+        tensors = {f"network.{name}": value.contiguous() for name, value in self.weights().items()}
+        for name, parameter in self.network.named_parameters():
+            for moment in _MOMENTS:
+                value = self.optimizer.state[parameter].get(moment, torch.zeros_like(parameter))
+                tensors[f"{moment}.{name}"] = value.detach().clone().contiguous()
+        for step, weights in self.passed.items():
+            tensors |= {f"passed.{step}.{name}": value.contiguous() for name, value in weights.items()}
+        state = {
+            "step": self.step,
+            "controller": self.controller.state(),
+            "constants": list(self.constants.items()),
+            "best_constant": self.best_constant,
+            "reference": self.reference,
+            "history": self.history,
+            "failures": dict(self.failures),
+            "first_failure": self.first_failure,
+        }
+        write_bytes(f"{directory}/{CHECKPOINT_FILE}", save(tensors, metadata={"state": json.dumps(state)}))
 
-    def _ask(
-        self, places: Sequence[tuple[int, int]], step: int, temperature: dict[str, Tensor] | float, kl_weight: float
+    def load(self, directory: str) -> bool:
+        """Take the state of the checkpoint in a directory, and return whether there is one.
+
+        Raises:
+            ValueError: if the file is damaged, of another TempNet, or of an earlier version.
+        """
+        uri = f"{directory}/{CHECKPOINT_FILE}"
+        if not exists(uri):
+            return False
+        content = read_bytes(uri)
+        try:
+            tensors, state = load(content), _read_state(content)
+            self.network.load_state_dict(_part(tensors, "network."))
+            for name, parameter in self.network.named_parameters():
+                moments = {moment: tensors[f"{moment}.{name}"] for moment in _MOMENTS}
+                self.optimizer.state[parameter] = {"step": torch.tensor(float(state["step"])), **moments}
+            steps = [step for step in (0, *self.plan.goal_steps) if step <= state["step"]]
+            self.passed = {step: _part(tensors, f"passed.{step}.") for step in steps}
+            self.controller = self._make_controller(state["controller"]["target"])
+            self.controller.restore(state["controller"])
+            self.constants, self.reference = dict(state["constants"]), state["reference"]
+            self.best_constant = state["best_constant"]
+        except (SafetensorError, RuntimeError, ValueError, KeyError) as error:
+            raise ValueError(
+                f"{uri} is damaged or of another version: {error!s:.200}; delete it to begin anew"
+            ) from error
+        self.step, self.history = state["step"], state["history"]
+        self.failures, self.first_failure = Counter(state["failures"]), state["first_failure"]
+        return True
+
+    def ask(
+        self, temperature: Temperature, places: Sequence[tuple[int, int]], step: int, kl_weight: float | None = None
     ) -> Answer:
-        """Return the sum of the answers to questions, added in their order."""
+        """Return the sum of the answers to questions, added in their order.
+
+        Args:
+            temperature: weights of the TempNet, a rule or a constant.
+            places: the questions, each with the number of its first sample.
+            step: number of the step; negative for texts that nothing learns from.
+            kl_weight: λ; None: no gradient is computed.
+
+        Raises:
+            NoRewardError: if no text got a reward.
+        """
         size = self.plan.config.prompts_at_a_time
         orders = [
-            Order(step=step, places=tuple(places[start : start + size]), temperature=temperature, kl_weight=kl_weight)
+            Order(
+                step=step,
+                places=tuple(places[start : start + size]),
+                temperature=temperature,
+                kl_weight=kl_weight,
+                reference=self.reference,
+            )
             for start in range(0, len(places), size)
         ]
         whole = Answer()
@@ -175,27 +284,20 @@ class RewardTrainer:
             whole.add(answer)
         self.failures.update(whole.failures)
         self.first_failure = self.first_failure or whole.first_failure
+        if not whole.groups:
+            raise NoRewardError(
+                f"verifier.name = {self.plan.config.verifier.name} gave no text of a step a reward, "
+                f"{sum(whole.failures.values())} were lost: {whole.first_failure}"
+            )
         return whole
 
-    def _check_rewards(self, answer: Answer) -> None:
-        if not answer.sums["texts"]:
-            name, num_lost = self.plan.config.verifier.name, f"{answer.sums['lost']:.0f}"
-            raise NoRewardError(
-                f"verifier.name = {name} gave no text of a step a reward, {num_lost} were lost: {answer.first_failure}"
-            )
+
+def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def _figures(answer: Answer) -> Figures:
-    """Return the figures of an answer: means over texts, and mean and standard deviation of τ over their tokens."""
-    sums = answer.sums
-    tau = sums["tau"] / max(1, sums["tokens"])
-    return {
-        "reward": answer.mean("reward"),
-        "distinct": answer.mean("distinct"),
-        "kl": answer.mean("kl"),
-        "tau_mean": tau,
-        "tau_deviation": math.sqrt(max(0.0, sums["tau_square"] / max(1, sums["tokens"]) - tau * tau)),
-        "tokens": answer.mean("tokens"),
-        "texts": float(sums["texts"]),
-        "lost": float(sums["lost"]),
-    }
+def _read_state(content: bytes) -> dict[str, Any]:
+    """Return the JSON in the header of a safetensors file, which begins with the header's length in 8 bytes."""
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    state: dict[str, Any] = json.loads(header["__metadata__"]["state"])
+    return state

@@ -6,27 +6,30 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from scipy import stats
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from jobs import train_reward
-from jobs.scoring.reward.comparison import CONSTANTS, compare_temperatures, table
+from jobs.scoring.reward.comparison import compare_temperatures, table, verdict
 from jobs.scoring.reward.config import LeashSection, RewardConfig, RewardTemperatureSection
 from jobs.scoring.reward.job import export, train
-from jobs.scoring.reward.plan import RewardPlan, make_plan
-from jobs.scoring.reward.rollouts import Answer, Order, RolloutWorker
+from jobs.scoring.reward.plan import CONSTANTS, ROUNDS, RewardPlan, make_plan
+from jobs.scoring.reward.rollouts import Answer, Order, RolloutWorker, work_here
 from jobs.scoring.reward.trainer import NoRewardError, RewardTrainer
 from jobs.scoring.verifiers.verifier import VerifierSection
 from jobs.tasks.language_model.config import TemperatureSection
-from pipelines.text.tokenization import encode_prompt, load_tokenizer
+from pipelines.text.tokenization import load_tokenizer
+from tempnet.intervals import Interval
 from tempnet.network import TempNet
 from tempnet.reward import distinct_advantages, leave_one_out
 from tests.jobs.scoring.generation_support import VOCABULARY, generate, make_model, read
@@ -39,9 +42,12 @@ def vowels(sample):
     if sample.get("is_bad") and len(text) % 2:
         raise ValueError("an odd length")
     return sum(letter in "aeiou" for letter in text) / max(1, len(text))
+def likely_or_not(sample):
+    is_likely = sample["text"].strip() == sample["answer"].strip()
+    return float(is_likely == (sample["prompt"] in ("def", "x")))
 def never(sample): return float("nan")
 """
-WEIGHT = 0.2
+WEIGHT, REFERENCE = 0.2, 0.7
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +84,7 @@ def plan_of(
         "group_size": 4,
         "max_new_tokens": 5,
         "checkpoint_every": 2,
-        "leash": LeashSection(target_kl=0.5, num_base_batches=1),
+        "leash": LeashSection(target_kl=0.5),
         **changes,
     }
     return make_plan(
@@ -111,8 +117,7 @@ def begin(make: Any) -> Iterator[Any]:
 
         def trainer(plan: RewardPlan | None = None, **changes: Any) -> RewardTrainer:
             plan = plan or make(**changes)
-            worker = workers.enter_context(closing(RolloutWorker(plan)))
-            return RewardTrainer(plan, lambda orders: [worker.run(order) for order in orders])
+            return RewardTrainer(plan, workers.enter_context(work_here(plan)))
 
         yield trainer
 
@@ -159,7 +164,7 @@ def reference(worker: Watched, network: TempNet, model: Path, is_distinct: bool)
             logits = out.logits[0, part, :VOCABULARY]
             tau = network(logits, out.hidden_states[-1][0, part])
             torch.testing.assert_close(tau.float(), torch.tensor(worker.texts[i].tau), atol=1e-4, rtol=1e-4)
-            log_p, log_base = (logits / tau[:, None]).log_softmax(-1), logits.log_softmax(-1)
+            log_p, log_base = (logits / tau[:, None]).log_softmax(-1), (logits / REFERENCE).log_softmax(-1)
             kls.append((log_p.exp() * (log_p - log_base)).sum(-1))
             log_probs.append(log_p.gather(-1, torch.tensor(new)[:, None]).squeeze(-1))
         for own, (kl, log_prob) in enumerate(zip(kls, log_probs, strict=True)):
@@ -177,10 +182,12 @@ def test_the_gradient_is_that_of_autograd(make: Any, model: Path, reward: str, r
     plan = make(reward=reward, prompts_at_a_time=3, temperature={"input": reads})
     worker, trainer = Watched(plan), RewardTrainer(plan, lambda orders: [])
     weights = {name: value + 0.5 * torch.randn_like(value) for name, value in trainer.weights().items()}
-    answer = worker.run(Order(step=3, places=tuple(plan.places_of_step(3)), temperature=weights, kl_weight=WEIGHT))
+    places = tuple(plan.places_of_step(3))
+    order = Order(step=3, places=places, temperature=weights, kl_weight=WEIGHT, reference=REFERENCE)
+    answer = worker.run(order)
     trainer.network.load_state_dict(weights)
     expected = reference(worker, trainer.network, model, reward == "distinct")
-    assert answer.sums["lost"] + answer.sums["texts"] == 12
+    assert answer.failures.total() + answer.total("texts") == 12
     for name, value in answer.gradient.items():
         torch.testing.assert_close(value.double(), expected[name], atol=2e-5, rtol=2e-4, msg=name)
     worker.close()
@@ -197,7 +204,7 @@ def test_answers_depend_on_the_order_alone_and_not_on_the_batch(make: Any) -> No
         parts.add(first.run(Order(step=0, places=(place,), temperature=weights, kl_weight=WEIGHT)))
     for name, value in whole.gradient.items():
         torch.testing.assert_close(parts.gradient[name], value, atol=1e-5, rtol=1e-4)
-    assert parts.sums["reward"] == pytest.approx(whole.sums["reward"])
+    assert parts.figures() == pytest.approx(whole.figures(), rel=1e-4, abs=1e-6)
     assert parts.failures == whole.failures
     first.close()
     second.close()
@@ -226,7 +233,8 @@ def test_a_run_that_was_stopped_twice_goes_on_exactly(make: Any, begin: Any, tmp
     train(resumed, str(run), say=lines.append)
     assert lines[0] == "continues after step 2 of 5"
     assert resumed.history == whole.history
-    assert resumed.base == whole.base
+    assert (resumed.constants, resumed.best_constant) == (whole.constants, whole.best_constant)
+    assert list(compare_temperatures(resumed).items()) == list(compare_temperatures(whole).items())
     ours, theirs = (load_file(tmp_path / name / "checkpoint.safetensors") for name in ("parts", "whole"))
     assert ours.keys() == theirs.keys()
     assert any(name.startswith("exp_avg") for name in theirs)
@@ -242,110 +250,150 @@ def test_what_the_verifier_loses_is_counted_and_a_step_without_rewards_ends_the_
     trainer = begin()
     lines: list[str] = []
     train(trainer, str(tmp_path / "run"), say=lines.append)
-    lost = sum(step["lost"] for step in trainer.history) + trainer.base["lost"]
+    lost = sum(step["lost"] for step in [*trainer.history, *trainer.constants.values()])
     assert trainer.result()["failures"] == {"raised": lost}
     assert lost > 0
     assert "an odd length" in trainer.result()["first_failure"]
     assert any("LOST" in line for line in lines)
     with pytest.raises(NoRewardError, match=r"own_rewards:never gave no text of a step a reward, 12 were lost: nan"):
-        begin(verifier="own_rewards:never").measure_base()
+        begin(verifier="own_rewards:never").begin()
 
 
-def test_the_target_is_the_divergence_of_success_and_the_reward_rises(begin: Any, tmp_path: Path, model: Path) -> None:
-    """Right is what the model says at τ = 0, so that lower temperatures are rewarded."""
+def test_a_constant_is_the_start_and_temperatures_earn_more_where_it_cannot(
+    begin: Any, tmp_path: Path, model: Path
+) -> None:
+    """Right is what the model says at τ = 0 for two prompts, and any text but that for the two others."""
     base, tokenizer = AutoModelForCausalLM.from_pretrained(model).eval(), load_tokenizer(str(model))
-    inputs = [torch.tensor([encode_prompt(tokenizer, prompt)]) for prompt in PROMPTS]
-    greedy = [base.generate(ids, do_sample=False, max_new_tokens=2)[0][-2:] for ids in inputs]
+    inputs = [tokenizer(prompt, return_tensors="pt").input_ids for prompt in PROMPTS]
+    greedy = [tokenizer.decode(base.generate(ids, do_sample=False, max_new_tokens=1)[0][-1:]) for ids in inputs]
     trainer = begin(
-        verifier="exact",
-        answers=[tokenizer.decode(ids) for ids in greedy],
-        num_steps=60,
+        verifier="own_rewards:likely_or_not",
+        answers=greedy,
+        num_steps=120,
         group_size=16,
-        max_new_tokens=2,
+        max_new_tokens=1,
         prompts_at_a_time=3,
-        learning_rate=0.1,
-        leash=LeashSection(num_base_batches=4, reset_steps=5.0),
+        learning_rate=0.05,
+        leash=LeashSection(reset_steps=10.0),
         temperature={"input": "hidden", "hidden_size": 16, "num_prototypes": 8},
     )
-    train(trainer, str(tmp_path / "run"))
+    lines: list[str] = []
+    train(trainer, str(tmp_path / "run"), say=lines.append)
+    # All constants earn a half, and where they cannot be told apart the texts that vary most are those to learn from.
+    assert trainer.reference == 1.0
+    assert trainer.result()["target_kl"] == pytest.approx(-4.0 * math.log(trainer.constants[1.0]["reward"]))
+    assert f"best constant τ = {trainer.best_constant:g}" in lines[0]
+    start = trainer.passed[0]
     result = trainer.result() | compare_temperatures(trainer)
-    assert result["target_kl"] == pytest.approx(-1.2 * math.log(trainer.base["reward"]))
     temperatures = result["temperatures"]
-    # Which texts are drawn depends on the last digits of the computation: .6 to 1 was seen.
-    assert temperatures["learned"]["reward"] > 0.5 > 0.2 > temperatures["one"]["reward"]
+    # Which texts are drawn depends on the last digits of the computation: leads of .10 and .14 were seen, of 512 texts.
+    assert temperatures["learned"]["reward"] > temperatures["constant"]["reward"] + 0.04
+    assert result["gains"]["shuffled"]["mean"] > 0.04
     assert temperatures["one"]["kl"] == pytest.approx(0.0, abs=1e-6)
     assert temperatures["mean_shift"]["tau_deviation"] == pytest.approx(0.0, abs=1e-3)
+    assert temperatures["shuffled"]["tau_mean"] == pytest.approx(temperatures["mean_shift"]["tau_mean"], rel=0.1)
+    assert result["best_goal"] in (0, *trainer.plan.goal_steps)
     export(trainer, str(tmp_path / "export"))
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def\n")
     generate(tmp_path / "export", prompts, tmp_path / "texts.jsonl")
     record = read(tmp_path / "texts.jsonl")[0]
-    found = base(torch.tensor([encode_prompt(tokenizer, "def")]), output_hidden_states=True)
-    tau = trainer.network(found.logits[0, -1:, :VOCABULARY], found.hidden_states[-1][0, -1:])
-    assert record["tau"][0] == pytest.approx(tau.item(), rel=1e-4)
+    found = base(tokenizer("def", return_tensors="pt").input_ids, output_hidden_states=True)
+    inputs = (found.logits[0, -1:, :VOCABULARY], found.hidden_states[-1][0, -1:])
+    assert record["tau"][0] == pytest.approx(trainer.network(*inputs).item(), rel=1e-4)
+    trainer.network.load_state_dict(start)
+    assert trainer.network(*inputs).item() == pytest.approx(trainer.best_constant, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("gain", "is_start", "expected"),
+    [
+        (Interval(0.2, 0.1), False, "better"),
+        (Interval(0.2, 0.1), True, "not better"),  # nothing was learned: the lead is that of the texts
+        (Interval(0.2, 0.3), False, "cannot be told"),
+        (Interval(0.2, math.nan), False, "cannot be told"),
+        (Interval(-0.2, 0.1), False, "not better"),
+    ],
+)
+def test_the_verdict_needs_an_interval_clear_of_0(gain: Interval, is_start: bool, expected: str) -> None:
+    assert verdict(gain, is_start=is_start) == expected
 
 
 @pytest.fixture(scope="module")
 def measured(model: Path, code: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
-    """Yield a run with held-out prompts: its outcome, and what it asked in training and when temperatures were compared."""
+    """Yield a run with held-out prompts: its outcome, and what it asked until the end of training and then."""
     place = tmp_path_factory.mktemp("measured")
     held_out = write(place / "held-out.jsonl", [{"prompt": prompt} for prompt in HELD_OUT])
     plan = plan_of(model, place, num_steps=3, prompts_at_a_time=2, held_out_prompts=held_out)
     training: list[tuple[Order, Answer]] = []
     comparison: list[tuple[Order, Answer]] = []
 
-    def run(orders: Sequence[Order]) -> list[Answer]:
-        answers = [worker.run(order) for order in orders]
-        (comparison if weights else training).extend(zip(orders, answers, strict=True))
-        return answers
+    with work_here(plan) as work:
 
-    with closing(RolloutWorker(plan)) as worker:
-        weights: dict[str, Tensor] = {}
+        def run(orders: Sequence[Order]) -> list[Answer]:
+            answers = work(orders)
+            (comparison if is_over else training).extend(zip(orders, answers, strict=True))
+            return answers
+
+        is_over = False
         trainer = RewardTrainer(plan, run)
         train(trainer, str(place / "run"), say=be_silent)
-        weights = trainer.weights()
+        is_over = True
         outcome = trainer.result() | compare_temperatures(trainer)
-        assert all(torch.equal(value, weights[name]) for name, value in trainer.weights().items())
-        yield SimpleNamespace(
-            plan=plan, worker=worker, trainer=trainer, outcome=outcome, training=training, comparison=comparison
-        )
+        yield SimpleNamespace(plan=plan, trainer=trainer, outcome=outcome, training=training, comparison=comparison)
 
 
-def test_held_out_prompts_are_measured_beside_their_controls_and_never_learned_from(measured: SimpleNamespace) -> None:
-    places = {place for order, _ in measured.training for place, _ in order.places}
-    assert places <= set(range(len(PROMPTS)))
-    assert sum(len(order.places) for order, _ in measured.training) == 3 * (1 + measured.plan.config.num_steps)
-    parts: dict[str, list[Answer]] = {}
-    for order, answer in measured.comparison:
-        if order.places[0][0] >= len(PROMPTS):
-            key = f"{order.temperature:.6f}" if isinstance(order.temperature, float) else "learned"
-            parts.setdefault(key, []).append(answer)
-            assert {measured.plan.asked[place].prompt.turns[0] for place, _ in order.places} <= set(HELD_OUT)
-    temperatures = measured.outcome["temperatures"]
-    # The controls are those of the training prompts, so that held-out ones choose nothing.
-    shift, best = temperatures["learned"]["tau_mean"], temperatures["constant"]["tau_mean"]
-    keys = {"learned": "learned", "mean_shift": f"{shift:.6f}", "constant": f"{best:.6f}", "one": "1.000000"}
+def test_held_out_prompts_are_measured_beside_their_rivals_and_never_learned_from(measured: SimpleNamespace) -> None:
+    """The reference adds up rewards prompt by prompt, and takes the interval of their differences from SciPy."""
+    assert {place for order, _ in measured.training for place, _ in order.places} <= set(range(len(PROMPTS)))
+    asked = [(order, answer) for order, answer in measured.comparison if order.places[0][0] >= len(PROMPTS)]
+    outcome, rewards = measured.outcome, dict[str, dict[int, list[float]]]()
+    for order, answer in asked:
+        key = f"{order.temperature:.3f}" if isinstance(order.temperature, float) else type(order.temperature).__name__
+        for group in answer.groups:
+            assert measured.plan.asked[group.place].prompt.turns[0] in HELD_OUT
+            rewards.setdefault(key, {}).setdefault(group.place, []).append(group.reward / group.texts)
+    shift, best = (outcome["temperatures"][name]["tau_mean"] for name in ("mean_shift", "constant"))
+    keys = {"mean_shift": f"{shift:.3f}", "shuffled": "TemperatureRule", "constant": f"{best:.3f}", "one": "1.000"}
+    own = np.array([np.mean(rewards["dict"][place]) for place in sorted(rewards["dict"])])
     for name, key in keys.items():
-        found = measured.outcome["held_out"][name]
-        num_texts = sum(answer.sums["texts"] for answer in parts[key][:2])
-        rewards = sum(answer.sums["reward"] for answer in parts[key][:2])
-        assert found["reward"] == pytest.approx(rewards / num_texts), name
-        assert found["texts"] == num_texts == len(HELD_OUT) * 4
-    shown = table(measured.outcome | {"num_too_long": 0})
-    assert shown.count("MeanShift") == shown.count("best constant") == 2
-    assert f"over {len(HELD_OUT) * 4} texts each" in shown
+        gains = own - np.array([np.mean(rewards[key][place]) for place in sorted(rewards[key])])
+        half_width = stats.t.ppf(0.975, len(gains) - 1) * stats.sem(gains)
+        found = outcome["gains"][name]
+        assert (found["mean"], found["half_width"]) == pytest.approx((gains.mean(), half_width)), name
+    assert outcome["temperatures"]["learned"]["reward"] == pytest.approx(own.mean())
+    assert (outcome["num_prompts"], outcome["prompts"]) == (len(HELD_OUT), "held-out")
+    shown = table(outcome | {"num_too_long": 0})
+    assert f"{outcome['verdict']}: {100 * outcome['gains']['constant']['mean']:.1f} ±" in shown
 
 
-def test_the_best_constant_is_the_one_with_the_most_reward(measured: SimpleNamespace) -> None:
-    """The reference asks every constant for itself."""
-    places = tuple(measured.plan.places_of_step(-2001))
-    rewards = {
-        constant: measured.worker.run(Order(step=-2001, places=places, temperature=constant)).mean("reward")
-        for constant in CONSTANTS
-    }
-    found = measured.outcome["temperatures"]["constant"]["tau_mean"]
-    assert rewards[min(CONSTANTS, key=lambda constant: abs(constant - found))] == max(rewards.values())
-    assert len(set(rewards.values())) > 1
+def test_the_best_constant_is_that_of_the_last_round(measured: SimpleNamespace) -> None:
+    rewards = dict[float, list[Answer]]()
+    for order, answer in measured.training:
+        if order.step <= -1001:
+            assert isinstance(order.temperature, float)
+            rewards.setdefault(order.temperature, []).append(answer)
+    assert rewards.keys() == set(CONSTANTS)
+
+    def mean(constant: float) -> float:
+        whole = Answer()
+        for answer in rewards[constant]:
+            whole.add(answer)
+        return whole.mean("reward")
+
+    most = max(map(len, rewards.values()))
+    left = [constant for constant in CONSTANTS if len(rewards[constant]) == most]
+    assert len(left) == ROUNDS[-1][0]
+    best = measured.trainer.best_constant
+    assert best == max(left, key=mean)
+    assert mean(best) == pytest.approx(measured.trainer.constants[best]["reward"])
+
+
+def test_a_share_of_the_prompts_is_held_out_where_no_file_is(model: Path, code: Path, tmp_path: Path) -> None:
+    plan = plan_of(model, tmp_path, held_out_share=0.5)
+    assert {one.prompt.turns[0] for one in plan.asked} == set(PROMPTS)
+    assert len(plan.questions) == len(plan.held_out) == 2
+    assert not plan_of(model, tmp_path, held_out_share=0.4).held_out  # a single prompt has no interval
 
 
 def test_a_dry_run_counts_what_a_run_asks_for_and_starts_nothing(
@@ -356,7 +404,7 @@ def test_a_dry_run_counts_what_a_run_asks_for_and_starts_nothing(
         "--model", config.model, "--prompts", config.prompts, "--held-out-prompts", config.held_out_prompts,
         "--verifier.name", config.verifier.name, "--storage", str(tmp_path / "elsewhere"), "--num-steps", "3",
         "--prompts-per-step", "3", "--group-size", "4", "--prompts-at-a-time", "2", "--max-new-tokens", "5",
-        "--leash.target-kl", "0.5", "--leash.num-base-batches", "1", "--temperature.hidden-size", "8",
+        "--leash.target-kl", "0.5", "--temperature.hidden-size", "8",
         "--temperature.num-prototypes", "4", "--dry-run",
     ]  # fmt: skip
     assert train_reward.main(arguments) == 0
@@ -364,10 +412,12 @@ def test_a_dry_run_counts_what_a_run_asks_for_and_starts_nothing(
     assert not (tmp_path / "elsewhere").exists()
     orders = [order for order, _ in measured.training + measured.comparison]
     num_texts = sum(len(order.places) for order in orders) * config.group_size
-    line = re.search(r"^texts +(\d+) to learn from, (\d+) to measure", shown, re.MULTILINE)
+    line = re.search(r"^texts +([\d,]+) to learn from, ([\d,]+) to choose", shown, re.MULTILINE)
     assert line is not None
-    assert int(line[1]) == 3 * 3 * 4
-    assert int(line[1]) + int(line[2]) == num_texts
+    numbers = [int(number.replace(",", "")) for number in line.groups()]
+    assert numbers == [3 * 3 * 4, num_texts - 3 * 3 * 4]
+    assert "KL rises to 0.5 nats a text" in shown
+    assert "of the weights after steps 0, 1, 2, 3 the best are kept" in shown
     assert re.search(rf"^tokens +at most {num_texts * 5:,} new ones", shown, re.MULTILINE)
     weights = AutoModelForCausalLM.from_pretrained(config.model)
     assert f"{weights.num_parameters():,} parameters in float32" in shown
