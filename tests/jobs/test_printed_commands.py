@@ -68,9 +68,7 @@ PARSERS: dict[str, Callable[[Sequence[str]], Any]] = {
     "train_classifier": of_presets(classifiers.PRESETS, "train_classifier"),
     "sweep": of_presets(sweeps.PRESETS, "sweep"),
     "analyse": lambda arguments: tyro.extras.subcommand_cli_from_dict(analyse.CONFIGS, args=arguments),
-    "calibrate": lambda arguments: tyro.extras.subcommand_cli_from_dict(
-        {"headroom": calibrate.Headroom, "rho": calibrate.Rho, "tau-max": calibrate.TauMax}, args=arguments
-    ),
+    "calibrate": calibrate.parse,
     "evaluate_clip": of(EvaluateClipConfig),
     "evaluate_lm": of(EvaluateConfig),
     "evaluate_sentences": of(EvaluateSentencesConfig),

@@ -1,4 +1,4 @@
-"""The configuration, that is, the command line, of `jobs.calibrate headroom`."""
+"""The configurations, that is, the command lines, of `jobs.calibrate headroom`: for likelihood, and for rewards."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from jobs.engine.config import RunSection, TrackingSection
-from jobs.scoring.config import LanguageModelPool, check_least, check_precision, check_share
+from jobs.engine.fields import FREE_TO_CHANGE, PATH
+from jobs.scoring.config import LanguageModelPool, PoolSection, check_least, check_precision, check_share
+from jobs.scoring.verifiers.verifier import VerifierSection
 
 _OF_TEXT = (
     "tokens_per_document", "end_of_document", "max_documents", "context_length", "stride", "text_field", "part_characters",
@@ -16,7 +18,10 @@ _OF_IMAGES = ("key_dot", "captions", "splits", "gallery_images", "gallery_seed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headroom:
-    """Measure what a temperature per token, image or caption could gain over the best constant; nothing is trained."""
+    """Measure what a temperature per token, image or caption could gain over the best constant; nothing is trained.
+
+    With --verifier.name the gain is one of reward, on --prompts: --verifier.name NAME --help lists these options.
+    """
 
     model: str
     """Directory, URI or hub name of a Transformers causal LM, for `text`; for `images`, directory or URI of an
@@ -126,4 +131,58 @@ class Headroom:
     @property
     def run(self) -> RunSection:
         """Name and storage as the section that training runs use, checked by the same rules."""
+        return RunSection(name="headroom", storage=self.storage)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardHeadroom:
+    """Measure what temperatures could gain of a verifier's reward over the best constant; nothing is trained."""
+
+    model: str = field(metadata=PATH)
+    """Directory, URI or hub name of a Transformers causal LM."""
+    prompts: str = field(metadata=PATH)
+    """The file of prompts, a path or URI, in the format that `--format` names. The interval is over prompts."""
+    verifier: VerifierSection
+    output: str = "headroom"
+    """Directory or URI of headroom.json and what was measured. A repeated run measures only what is missing."""
+    least_gain: float = 1.0
+    """Gain of reward, in hundredths, that the verdict calls worth it if the whole interval lies above."""
+    format: Literal["text", "gsm8k"] = "text"
+    """Format of the prompts, as for `jobs.train_reward`."""
+    reward: Literal["each", "distinct"] = "each"
+    """each: every text earns its reward. distinct: of texts that are the same but for white space, the best earns it once."""
+    texts_per_prompt: int = 16
+    """Number of texts of every prompt at each of 35 temperatures, even, at least 4."""
+    max_new_tokens: int = 256
+    """Maximum number of new tokens per text."""
+    seed: int = 0
+    """Random seed of the texts."""
+    limit: int = 0
+    """Use only this many prompts, the first ones of the file; 0: all."""
+    prompts_at_a_time: int = field(default=1, metadata=FREE_TO_CHANGE)
+    """Number of prompts whose texts a worker generates as one batch."""
+    chat: Literal["auto", "on", "off"] = "auto"
+    """Whether to put prompts into the tokenizer's chat template. auto: if the tokenizer has one."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Data type of the model."""
+    trust_remote_code: bool = False
+    """Allow Transformers to run code that is shipped with the model."""
+    storage: str = ""
+    """Directory or URI of the MLflow store. Default: $TEMPNET_HOME, else ./runs."""
+    workers: PoolSection = field(default_factory=PoolSection)
+    tracking: TrackingSection = field(default_factory=lambda: TrackingSection(experiment="headroom"))
+
+    def __post_init__(self) -> None:
+        check_least(self, texts_per_prompt=4, max_new_tokens=1, seed=0, limit=0, prompts_at_a_time=1)
+        if self.texts_per_prompt % 2:
+            raise ValueError(f"texts_per_prompt = {self.texts_per_prompt} must be even: one half chooses for the other")
+        if not self.least_gain >= 0:
+            raise ValueError(f"least_gain = {self.least_gain:g} must not be negative")
+        if not self.output:
+            raise ValueError("output is empty: name a directory or URI for the results")
+        _ = self.storage_section.resolved_storage
+
+    @property
+    def storage_section(self) -> RunSection:
+        """The storage as the section that training runs use, checked by the same rules."""
         return RunSection(name="headroom", storage=self.storage)

@@ -78,6 +78,8 @@ class RewardPlan:
     """Strings that end a text."""
     record: dict[str, Any]
     """Everything that decides the result, as plain values: the fields, and digests of the model and the prompts."""
+    records_entropy: bool = False
+    """Whether the entropies of the tokens are measured."""
 
     @property
     def asked(self) -> tuple[Question, ...]:
@@ -87,7 +89,7 @@ class RewardPlan:
     @property
     def generation(self) -> GenerateConfig:
         """The configuration of generation, which is that of `jobs.generate` with the same model and TempNet."""
-        return _generation(self.config)
+        return dataclasses.replace(_generation(self.config), entropy=self.records_entropy)
 
     def places_of_step(self, step: int) -> list[tuple[int, int]]:
         """Return which questions a step asks, and which samples of them: the place, and the number of the first sample.

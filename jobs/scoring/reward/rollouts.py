@@ -79,6 +79,8 @@ class GroupSums:
     """Temperatures of their tokens."""
     tau_square: float
     """Squares of these."""
+    entropy: float = 0.0
+    """Entropies of their tokens at τ = 1, in nats, if the plan has them measured."""
     taus: tuple[float, ...] = ()
     """Some of the temperatures that a TempNet gave their tokens."""
 
@@ -195,6 +197,7 @@ class RolloutWorker:
                     kl=kl,
                     tau=tau,
                     tau_square=tau_square,
+                    entropy=sum(sum(generated[place].entropy or ()) for place in group.places),
                     taus=tuple(kept) if is_network and order.kl_weight is None else (),
                 )
             )

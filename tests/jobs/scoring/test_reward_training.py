@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from jobs import train_reward
+from jobs.scoring.generation.job import prompt_text
 from jobs.scoring.reward.comparison import compare_temperatures, table, verdict
 from jobs.scoring.reward.config import LeashSection, RewardConfig, RewardTemperatureSection
 from jobs.scoring.reward.job import export, train
@@ -264,8 +265,8 @@ def test_a_constant_is_the_start_and_temperatures_earn_more_where_it_cannot(
 ) -> None:
     """Right is what the model says at τ = 0 for two prompts, and any text but that for the two others."""
     base, tokenizer = AutoModelForCausalLM.from_pretrained(model).eval(), load_tokenizer(str(model))
-    inputs = [tokenizer(prompt, return_tensors="pt").input_ids for prompt in PROMPTS]
-    greedy = [tokenizer.decode(base.generate(ids, do_sample=False, max_new_tokens=1)[0][-1:]) for ids in inputs]
+    prompts = [torch.tensor([prompt_text((prompt,), [], tokenizer, False)[1]]) for prompt in PROMPTS]
+    greedy = [tokenizer.decode(base.generate(ids, do_sample=False, max_new_tokens=1)[0][-1:]) for ids in prompts]
     trainer = begin(
         verifier="own_rewards:likely_or_not",
         answers=greedy,
@@ -294,11 +295,11 @@ def test_a_constant_is_the_start_and_temperatures_earn_more_where_it_cannot(
     assert temperatures["shuffled"]["tau_mean"] == pytest.approx(temperatures["mean_shift"]["tau_mean"], rel=0.1)
     assert result["best_goal"] in (0, *trainer.plan.goal_steps)
     export(trainer, str(tmp_path / "export"))
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("def\n")
-    generate(tmp_path / "export", prompts, tmp_path / "texts.jsonl")
+    (tmp_path / "prompts.txt").write_text("def\n")
+    generate(tmp_path / "export", tmp_path / "prompts.txt", tmp_path / "texts.jsonl")
     record = read(tmp_path / "texts.jsonl")[0]
-    found = base(tokenizer("def", return_tensors="pt").input_ids, output_hidden_states=True)
+    (ids,) = [question.ids for question in trainer.plan.questions if question.prompt.turns == ("def",)]
+    found = base(torch.tensor([ids]), output_hidden_states=True)
     inputs = (found.logits[0, -1:, :VOCABULARY], found.hidden_states[-1][0, -1:])
     assert record["tau"][0] == pytest.approx(trainer.network(*inputs).item(), rel=1e-4)
     trainer.network.load_state_dict(start)

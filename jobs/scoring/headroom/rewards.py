@@ -1,0 +1,271 @@
+"""The headroom test for rewards: what temperatures could gain of a verifier's reward, from texts at a grid of them.
+
+Every prompt gets two halves of texts at every constant and every rule:
+
+    constants       eleven from .05 to 1.5
+    phases          one temperature before the middle of a text (half the mean length at τ = 1), another one after it
+    by entropy      one temperature where the entropy at τ = 1 is below its mean, another one above it
+
+A rule is chosen by the prompts of one half of the prompts and measured on those of the other, and the other way round. The
+constant of a single prompt is chosen by one half of its texts and measured on the other half. Random streams are the same for
+all temperatures, gains are taken prompt by prompt, and intervals are over prompts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from jobs.engine.cluster import start_ray
+from jobs.engine.identity import flatten
+from jobs.engine.tables import markdown_table
+from jobs.engine.tracking import finish_run, open_run, resolve_uri, survive_outage
+from jobs.scoring.generation.processors import TemperatureRule
+from jobs.scoring.headroom.config import RewardHeadroom
+from jobs.scoring.reward.comparison import points
+from jobs.scoring.reward.config import RewardConfig, RewardTemperatureSection
+from jobs.scoring.reward.plan import CONSTANTS, RewardPlan, make_plan
+from jobs.scoring.reward.rollouts import RunOrders, Temperature, work_in_pool
+from jobs.scoring.reward.trainer import RewardTrainer
+from jobs.scoring.units import UnitStore, check_pool, settings_digest
+from pipelines.storage import compute_digest, resolve
+from tempnet.intervals import Interval, mean_interval
+
+LEVELS = (0.2, 0.6, 1.0, 1.4)
+"""Temperatures that the rules are made of."""
+RESULTS_FILE, MEASURED_FILE = "headroom.json", "measured.json"
+_FIRST_STEP = -4001
+_FAMILIES = {"phases": "two phases", "entropy": "by entropy"}
+
+Rewards = dict[str, list[dict[int, float]]]
+"""Name of a temperature → for each half of the texts, the mean reward of every prompt by its place."""
+
+
+class Gain(NamedTuple):
+    """What temperatures gain over others, and which were chosen."""
+
+    interval: Interval
+    chosen: str
+
+
+def measure_reward_headroom(config: RewardHeadroom) -> dict[str, Any]:
+    """Run or continue the job, print its table and verdict, and return what headroom.json holds.
+
+    Raises:
+        ValueError, OSError: before any work starts.
+        NoRewardError: if the verifier fails for all texts.
+    """
+    uri = resolve_uri(config.tracking, config.storage_section.resolved_storage)
+    plan = plan_of(config)
+    output = config.output if "://" in config.output else resolve(config.output)[1]
+    store, record = (
+        UnitStore(output),
+        {**plan.record, "texts_per_prompt": config.texts_per_prompt, "levels": list(LEVELS)},
+    )
+    store.claim(record)
+    started = time.monotonic()
+    start_ray()
+    check_pool(config.workers, reads=False)
+    with work_in_pool(plan) as run_orders:
+        measured = measure(plan, run_orders, store)
+    values = conclude(measured["rewards"], measured, least_gain=config.least_gain / 100)
+    said = table(values, config)
+    store.write({RESULTS_FILE: values | {"settings": record}})
+    if uri:
+        with survive_outage("the headroom test"):
+            digest = settings_digest(record)
+            tracked = open_run(
+                uri=uri,
+                experiment=config.tracking.experiment,
+                name="headroom",
+                directory=f"{output}#{digest}",
+                parameters=flatten(config),
+                tags={},
+                data_sets={"evaluation": ("prompts", compute_digest(record["questions_digest"]), config.prompts)},
+            )
+            metrics = {f"{name}/gain": found["gain"]["mean"] for name, found in values["rows"].items() if found["gain"]}
+            finish_run(tracked, status="FINISHED", artifacts=None, metrics=metrics, note=said)
+    print(f"\n{said}\n{time.monotonic() - started:.0f} s; ± 95 % over prompts\n{output}/{RESULTS_FILE}")
+    return values
+
+
+def plan_of(config: RewardHeadroom) -> RewardPlan:
+    """Return the plan of the texts, which is that of training on rewards with nothing held out.
+
+    Raises:
+        ValueError, OSError: see `make_plan`; or if there are fewer than four prompts.
+    """
+    plan = make_plan(
+        RewardConfig(
+            model=config.model,
+            prompts=config.prompts,
+            verifier=config.verifier,
+            held_out_share=0.0,
+            storage=config.storage,
+            format=config.format,
+            reward=config.reward,
+            num_steps=1,
+            prompts_per_step=config.workers.num_workers * config.prompts_at_a_time,
+            group_size=config.texts_per_prompt // 2,
+            max_new_tokens=config.max_new_tokens,
+            seed=config.seed,
+            limit=config.limit,
+            prompts_at_a_time=config.prompts_at_a_time,
+            chat=config.chat,
+            dtype=config.dtype,
+            trust_remote_code=config.trust_remote_code,
+            # No network is learned, and this one fits every model.
+            temperature=RewardTemperatureSection(input="logits", hidden_size=1, num_prototypes=1),
+            workers=config.workers,
+        )
+    )
+    if len(plan.questions) < 4:
+        raise ValueError(
+            f"prompts = {config.prompts!r}: {len(plan.questions)} have room, and 4 are needed for two halves"
+        )
+    return replace(plan, records_entropy=True)
+
+
+def measure(plan: RewardPlan, run_orders: RunOrders, store: UnitStore) -> dict[str, Any]:
+    """Return the rewards of every temperature by prompt; what the store has is not measured again.
+
+    Args:
+        plan: the plan of the texts.
+        run_orders: carries out orders.
+        store: keeps what is finished.
+    """
+    trainer = RewardTrainer(plan, run_orders)
+    known = store.read_json(MEASURED_FILE) or {"rewards": {}}
+    found: Rewards = {
+        name: [{int(place): reward for place, reward in half.items()} for half in halves]
+        for name, halves in known["rewards"].items()
+    }
+    places = [(place, 0) for place in range(len(plan.questions))]
+
+    def take(name: str, temperature: Temperature) -> None:
+        if name not in found:
+            answers = [trainer.ask(temperature, places, _FIRST_STEP - half) for half in (0, 1)]
+            found[name] = [answer.by_prompt(trainer.measure) for answer in answers]
+            if name == "1":
+                known["mean_tokens"] = sum(one.mean("tokens") for one in answers) / 2
+                known["mean_entropy"] = sum(one.total("entropy") for one in answers) / sum(
+                    one.total("tokens") for one in answers
+                )
+            store.write({MEASURED_FILE: known | {"rewards": found, "failures": dict(trainer.failures)}})
+            mean = sum(map(sum, (half.values() for half in found[name]))) / sum(map(len, found[name]))
+            print(f"{len(found):>3}/{len(CONSTANTS) + 2 * len(LEVELS) * (len(LEVELS) - 1)}  τ = {name}: {mean:.4f}")
+
+    for constant in CONSTANTS:  # the first is 1, at which lengths and entropies are measured
+        take(f"{constant:g}", constant)
+    bounds = {"phases": known["mean_tokens"] / 2, "entropy": known["mean_entropy"]}
+    for kind in ("phases", "entropy"):
+        for first, second in itertools.permutations(LEVELS, 2):
+            rule = TemperatureRule(kind=kind, values=(first, second), bound=bounds[kind])
+            take(f"{kind} {first:g} {second:g}", rule)
+    return known | {"rewards": found, "failures": dict(trainer.failures), "measure": trainer.measure}
+
+
+def conclude(rewards: Rewards, measured: Mapping[str, Any], *, least_gain: float) -> dict[str, Any]:
+    """Return the gains of all kinds of temperatures with intervals, and the verdict.
+
+    Args:
+        rewards: what every temperature earned.
+        measured: lengths, entropies and what else is known of the texts.
+        least_gain: gain of reward that is worth a TempNet.
+    """
+    constants = [name for name in rewards if " " not in name]
+    best, chosen = cross_fitted(rewards, constants)
+    one = _whole(rewards["1"])
+    rows: dict[str, Any] = {"one": _row(one, None, "1"), "constant": _row(best, _over(best, one), chosen)}
+    # A family holds the constants, too, so that it is never worse than they are but by chance.
+    for kind in _FAMILIES:
+        own, chosen = cross_fitted(rewards, constants + [name for name in rewards if name.startswith(kind)])
+        rows[kind] = _row(own, _over(own, best), chosen)
+    own, chosen = cross_fitted(rewards, list(rewards))
+    rows["token"] = _row(own, _over(own, best), chosen)
+    own = per_prompt(rewards, constants)
+    rows["prompt"] = _row(own, _over(own, best), "")
+    gains = {name: Interval(**rows[name]["gain"]) for name in ("token", "prompt")}
+    if any(gain.low > least_gain for gain in gains.values()):
+        verdict = "worth it"
+    elif any(not gain.high <= least_gain for gain in gains.values()):
+        verdict = "cannot be told"
+    else:
+        verdict = "not worth it"
+    facts = {name: value for name, value in measured.items() if name != "rewards"}
+    return {"rows": rows, "verdict": verdict, "num_prompts": len(one), **facts}
+
+
+def cross_fitted(rewards: Rewards, names: Sequence[str]) -> tuple[dict[int, float], str]:
+    """Return the reward of every prompt at the temperature that is best for the other half of the prompts, and both names."""
+    whole = {name: _whole(rewards[name]) for name in names}
+    places = sorted(whole[names[0]])
+    own, chosen = dict[int, float](), []
+    for half in (0, 1):
+        best = max(names, key=lambda name: _mean(whole[name], places[1 - half :: 2]))
+        chosen.append(best)
+        own |= {place: whole[best][place] for place in places[half::2] if place in whole[best]}
+    return own, " or ".join(dict.fromkeys(chosen))
+
+
+def per_prompt(rewards: Rewards, names: Sequence[str]) -> dict[int, float]:
+    """Return the reward of every prompt at the constant that is best for the other half of its own texts."""
+    sums: dict[int, list[float]] = {}
+    for half in (0, 1):
+        for place in rewards[names[0]][half]:
+            known = [name for name in names if all(place in part for part in rewards[name])]
+            if known:
+                best = max(known, key=lambda name: rewards[name][1 - half][place])
+                sums.setdefault(place, []).append(rewards[best][half][place])
+    return {place: sum(values) / len(values) for place, values in sums.items()}
+
+
+def _whole(halves: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    first, second = halves
+    return {place: (first[place] + second[place]) / 2 for place in first if place in second}
+
+
+def _mean(values: Mapping[int, float], places: Sequence[int]) -> float:
+    known = [values[place] for place in places if place in values]
+    return sum(known) / max(1, len(known))
+
+
+def _over(own: Mapping[int, float], other: Mapping[int, float]) -> Interval:
+    return mean_interval([own[place] - other[place] for place in own if place in other])
+
+
+def _row(own: Mapping[int, float], gain: Interval | None, chosen: str) -> dict[str, Any]:
+    return {"reward": _mean(own, list(own)), "gain": gain and gain._asdict(), "chosen": chosen}
+
+
+def table(values: Mapping[str, Any], config: RewardHeadroom) -> str:
+    """Return the table, the verdict and the command that realises it."""
+    rows, middle, bound = values["rows"], values["mean_tokens"] / 2, values["mean_entropy"]
+    titles = {
+        "one": "1",
+        "constant": "best constant",
+        "phases": f"two phases, before and from token {middle:.0f} on",
+        "entropy": f"by entropy, below and above {bound:.2f} nats",
+        "token": "the best of these rules",
+        "prompt": "a constant for each prompt",
+    }
+    lines = [["temperature", "chosen", values["measure"], "gain, points", "over"]]
+    for name, title in titles.items():
+        found, over = rows[name], {"one": "", "constant": "1"}.get(name, "best constant")
+        gain = points(found["gain"]) if found["gain"] else ""
+        lines.append([title, found["chosen"], f"{found['reward']:.4f}", gain, over])
+    token, prompt, constant = (points(rows[name]["gain"]) for name in ("token", "prompt", "constant"))
+    verdict = (
+        f"{values['verdict']}: a rule for tokens gains {token} points over the best constant, a constant for each prompt "
+        f"{prompt}; the best constant gains {constant} over τ = 1"
+    )
+    options = f"--model {config.model} --prompts {config.prompts} --verifier.name {json.dumps(config.verifier.name)}"
+    options += f" --format {config.format} --reward {config.reward} --max-new-tokens {config.max_new_tokens}"
+    return (
+        f"{markdown_table(lines)}\n\n{verdict}\n{values['num_prompts']} prompts of {config.texts_per_prompt} texts at each "
+        f"temperature; a rule is two numbers, and a network may find more\nto learn it: python -m jobs.train_reward {options}"
+    )

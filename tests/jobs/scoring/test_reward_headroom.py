@@ -1,0 +1,99 @@
+"""What temperatures could gain of a reward: no choice is judged by what it was made from, and nothing is measured twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from jobs import calibrate
+from jobs.scoring.headroom.config import RewardHeadroom
+from jobs.scoring.headroom.rewards import Rewards, conclude, measure, plan_of, table
+from jobs.scoring.reward.rollouts import work_here
+from jobs.scoring.units import UnitStore
+from jobs.scoring.verifiers.verifier import VerifierSection
+from tests.jobs.scoring.generation_support import make_model
+
+NAMES = ("1", "0.5", "phases 1 0.2", "entropy 0.2 1")
+FACTS = {"mean_tokens": 8.0, "mean_entropy": 0.5, "measure": "reward"}
+
+
+def rewards_of(means: dict[str, np.ndarray], noise: float = 0.0, seed: int = 0) -> Rewards:
+    """Return halves of texts whose mean rewards are given ones, and noise of their own."""
+    rng = np.random.default_rng(seed)
+    halves = {name: [mean + noise * rng.standard_normal(len(mean)) for _ in (0, 1)] for name, mean in means.items()}
+    return {name: [dict(enumerate(half.tolist())) for half in pair] for name, pair in halves.items()}
+
+
+def test_gains_are_those_of_what_the_other_prompts_choose_with_students_interval() -> None:
+    rng = np.random.default_rng(1)
+    prompts = rng.uniform(0.2, 0.8, 20)
+    lead = rng.normal(0.1, 0.05, 20)
+    means = {"1": prompts, "0.5": prompts + 0.02, "phases 1 0.2": prompts + 0.02 + lead, "entropy 0.2 1": prompts - 0.1}
+    values = conclude(rewards_of(means), FACTS, least_gain=0.01)
+    rows = values["rows"]
+    assert rows["constant"]["gain"]["mean"] == pytest.approx(0.02)
+    half_width = stats.t.ppf(0.975, 19) * stats.sem(lead)
+    for name in ("phases", "token"):
+        assert rows[name]["gain"] == pytest.approx({"mean": lead.mean(), "half_width": half_width})
+        assert rows[name]["chosen"] == "phases 1 0.2"
+    assert rows["entropy"]["chosen"] == "0.5"  # the best constant is among the rules
+    assert values["verdict"] == "worth it"
+
+
+def test_noise_is_not_taken_for_a_gain() -> None:
+    """The best of many by chance would lead by more than a standard deviation."""
+    gains: dict[str, list[float]] = {"token": [], "prompt": []}
+    for seed in range(40):
+        means = {name: np.full(30, 0.5) for name in (*NAMES, *(f"0.{digit}" for digit in range(10, 20)))}
+        values = conclude(rewards_of(means, noise=0.1, seed=seed), FACTS, least_gain=0.0)
+        for name, found in gains.items():
+            found.append(values["rows"][name]["gain"]["mean"])
+    for found in gains.values():
+        assert abs(np.mean(found)) < 3 * stats.sem(found)
+
+
+def test_prompts_that_want_different_constants_are_worth_one_each() -> None:
+    wants = np.arange(20) % 4 < 2
+    means = {"1": np.where(wants, 0.9, 0.1), "0.5": np.where(wants, 0.1, 0.9)}
+    values = conclude(rewards_of(means), FACTS, least_gain=0.01)
+    assert values["rows"]["prompt"]["gain"]["mean"] == pytest.approx(0.4)
+    assert values["rows"]["token"]["gain"]["mean"] == pytest.approx(0.0)
+    assert values["verdict"] == "worth it"
+
+
+def test_a_rule_is_measured_once_and_its_temperatures_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "length_rewards.py").write_text("def by_length(sample): return min(1.0, len(sample['text']) / 40)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("def", "x", "class", "for")))
+    config = RewardHeadroom(
+        model=str(make_model(tmp_path / "model", "gpt2", 64, tempnet=False)),
+        prompts=str(prompts),
+        verifier=VerifierSection(name="length_rewards:by_length"),
+        texts_per_prompt=4,
+        max_new_tokens=4,
+        prompts_at_a_time=4,
+    )
+    plan, store, orders = plan_of(config), UnitStore(str(tmp_path / "out")), []
+    store.claim({})
+    with work_here(plan) as work:
+        found = measure(plan, lambda new: (orders.extend(new), work(new))[1], store)
+        answer = work([order for order in orders if getattr(order.temperature, "kind", "") == "phases"][:1])[0]
+        rule = next(order.temperature for order in orders if getattr(order.temperature, "kind", "") == "phases")
+        assert answer.figures()["tau_mean"] == pytest.approx(sum(rule.values) / 2, abs=0.26)  # 4 tokens, or fewer
+        assert 0.0 < found["mean_entropy"] < np.log(304)
+        again = measure(plan, lambda new: pytest.fail("measured again"), store)
+    assert again["rewards"] == found["rewards"]
+    assert len(found["rewards"]) == 35
+    shown = table(conclude(found["rewards"], found, least_gain=0.01), config)
+    assert "to learn it: python -m jobs.train_reward --model" in shown
+    options = f"--model {config.model} --prompts {prompts} --max-new-tokens 4 --verifier.name no-such".split()
+    with pytest.raises(SystemExit):
+        calibrate.main(["headroom", *options])
+    assert "verifier.name = 'no-such' is none of exact, gsm8k and unit-tests" in capsys.readouterr().err
