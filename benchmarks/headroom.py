@@ -132,7 +132,7 @@ def train_tempnet(world: World, rows: Tensor, job: Arguments, *, head: str, seed
             world.tokens.hidden[chosen], world.weight, world.targets[chosen], config, network
         ).loss
 
-    optimise(network, step, rows, job)
+    optimise(network, step, rows, num_steps=job.num_steps, rate=job.rate)
 
     @torch.no_grad()
     def predict(chosen: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def train_mlp(world: World, rows: Tensor, job: Arguments, *, seed: int) -> Calla
         g, _ = tokens.profiles.score(u.detach())
         return -(g * u).mean()  # Its gradient is that of the cross-entropy.
 
-    optimise(network, step, rows, job)
+    optimise(network, step, rows, num_steps=job.num_steps, rate=job.rate)
 
     @torch.no_grad()
     def predict(chosen: Tensor) -> Tensor:
@@ -170,11 +170,13 @@ def train_mlp(world: World, rows: Tensor, job: Arguments, *, seed: int) -> Calla
     return predict
 
 
-def optimise(network: nn.Module, step: Callable[[Tensor], Tensor], rows: Tensor, job: Arguments) -> None:
+def optimise(
+    network: nn.Module, step: Callable[[Tensor], Tensor], rows: Tensor, *, num_steps: int, rate: float
+) -> None:
     """Minimise a loss of batches of tokens with AdamW, whose rate falls to 0 linearly."""
-    optimizer = torch.optim.AdamW(network.parameters(), lr=job.rate, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1 - number / job.num_steps)
-    for _ in range(job.num_steps):
+    optimizer = torch.optim.AdamW(network.parameters(), lr=rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1 - number / num_steps)
+    for _ in range(num_steps):
         loss = step(rows[torch.randint(len(rows), (_BATCH_SIZE,))])
         optimizer.zero_grad()
         loss.backward()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import t as student
 
-from benchmarks import decoders, product_paths
+from benchmarks import decoders, product_paths, promise
 from benchmarks.band_search import KINDS, draw_worlds, run_search
 from benchmarks.decoders import held_out_texts, show_differences
 from benchmarks.measure import ratios, spread, time_in_turn
@@ -124,3 +126,24 @@ def test_a_search_stays_within_a_quarter_of_the_grid_and_mostly_finds_the_band(k
     outcomes = [run_search(world) for world in draw_worlds(kind, 10)]
     assert all(outcome.share <= 0.25 + 1e-9 for outcome in outcomes)
     assert sum(outcome.found for outcome in outcomes) >= 6
+
+
+# ---- promise and delivery --------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_promised_or_delivered_on_text_that_a_model_has_sampled_itself(tmp_path: Path) -> None:
+    """One small cell of the table in docs/when.md: a LLaMA that begins documents with <s> and never ends them."""
+    rng = np.random.default_rng(0)
+    words = ["".join(rng.choice(list("abcdefgh"), size=rng.integers(2, 6))) for _ in range(60)]
+    texts = [" ".join(rng.choice(words[number % 7 :: 7], size=60)) for number in range(150)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    job = promise.Arguments(
+        text=str(tmp_path / "text.jsonl"), shifted=str(tmp_path / "text.jsonl"), output=str(tmp_path / "out"),
+        vocab_size=80, num_steps=60, num_samples=600, num_shifted=20, num_tempnet_steps=30,
+    )  # fmt: skip
+    known = promise.run_cell(job, "llama", 0, "own")
+    assert known["verdict"] != "worth it"
+    assert not any(promise.realised(known, kind).low > 0.001 for kind in promise.INPUTS)
+    assert promise.row_of(known, "llama")[-1] == "yes"
+    assert 0.9 < known["best_constant"] < 1.1
+    assert promise.run_cell(job, "llama", 0, "own") == json.loads(json.dumps(known))  # it is not made again

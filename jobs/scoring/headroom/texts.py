@@ -50,7 +50,7 @@ from tempnet.weights import check_weight_files
 # Maximum number of logits held in float32 at a time (64 MiB); a profile needs four copies.
 _NUM_LOGITS_AT_ONCE = 1 << 24
 # What the loss needs beside its range of τ to reach the figure of the test (docs/when.md).
-RECIPE = ("--temperature.input", "hidden")
+RECIPE = ("--temperature.input", "hidden", "--temperature.no-normalize-input", "--temperature.pooling", "linear")
 FEATURES = {"scalars": "scalars of the logits", "hidden": "hidden state", "both": "both"}
 
 

@@ -294,6 +294,32 @@ def test_a_frozen_base_is_named_not_copied_and_stays_as_it_was(site: Site) -> No
         plan.prepare()
 
 
+def test_the_range_of_tau_and_the_end_of_a_document_are_measured_on_a_frozen_base(site: Site) -> None:
+    site.alone("lm")
+    proper = {"temperature": {"loss": "proper", "calibrated_tau": 0.85}, "data": {"validation": ""}}
+    plan = frozen(site.home, "proper", proper)
+    assert "τ_max to be chosen by the headroom test" in plan.describe()
+    assert "is a target if the base knows it, which is measured" in plan.describe()
+    prepared = plan.prepare()
+    record: Any = prepared.records["calibration.json"]
+    end, found = record["end_of_document"], record["tau_range"]
+    assert 0 < end["probability"] < 0.01  # a model of 12 steps, of 512 tokens
+    assert end["num_documents"] > 10
+    assert found["low"] <= found["best_constant"] <= found["high"] < found["tau_max"]
+    assert found["tau_max"] >= 2 * found["best_constant"] - 1e-6
+    assert prepared.outcome["tau_max"] == found["tau_max"]
+    assert prepared.parameters["resolved.end_of_document"] == "ignored"
+    # What was measured stands beside the prepared text, of which a fifth is held out, and is read by the next run.
+    (file,) = (site.home / "corpus" / "prepared").glob("train-64-others-*/measured-*.json")
+    file.write_text(json.dumps(record | {"tau_range": found | {"tau_max": 7.0}}))
+    assert plan.prepare().outcome["tau_max"] == 7.0
+    texts = {name: data[0] for name, data in prepared.data_sets.items()}
+    assert texts["training"] == texts["validation"]
+    given = frozen(site.home, "given", merged(proper, {"temperature": {"tau_max": 3.0}})).prepare()
+    assert given.outcome["tau_max"] == 3.0
+    assert "tau_range" not in given.records["calibration.json"]
+
+
 def test_of_dual_encoders_the_best_model_is_exported(site: Site) -> None:
     from transformers import AutoModel
 
