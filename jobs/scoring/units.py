@@ -218,6 +218,8 @@ def map_units(
                 say(f"{progress.num_in_a_row} failures one after another: the {left} units left are not tried")
                 return outcome
     progress.name_lost()
+    if store is not None:
+        progress.name_unseen(store)
     return outcome
 
 
@@ -247,7 +249,7 @@ class _Row:
     num_items: int | None = None
     """Number of items of the unit, where it is known."""
     finished: Finished | None = None
-    """What the model made of the item, without the files, which are stored."""
+    """What the model made of the item, with the names of the files only, which are stored."""
     seconds: float = 0.0
     """Time that the model took."""
     error: str = ""
@@ -269,6 +271,7 @@ class _Progress(Generic[Unit]):
         self._num_items: dict[int, int] = {}  # of every unit that was read to its end
         self._num_returned = Counter[int]()
         self._failed: set[int] = set()
+        self._files: dict[int, set[str]] = {}  # that the workers have written of every unit
         self.num_done = 0
         """Number of units of which every item is back."""
         self.num_in_a_row = 0
@@ -289,6 +292,7 @@ class _Progress(Generic[Unit]):
         elif row.finished is not None:
             self.num_in_a_row = 0
             self._outcome.num_cases += row.finished.num_cases
+            self._files.setdefault(row.unit, set()).update(row.finished.files)
             self._outcome.values.setdefault(row.unit, []).append(row.finished.value)
             parts = [progress, title, self._describe(row.finished.num_cases, row.seconds), f"{row.seconds:.1f} s"]
             if self.num_done:
@@ -302,6 +306,15 @@ class _Progress(Generic[Unit]):
             if not self._is_done(number) and number not in self._failed:
                 self._fail(number, f"its worker died {1 + _NUM_RETRIES} times")
                 self._say(f"FAILED  {self._work.title(unit)}: its worker died {1 + _NUM_RETRIES} times")
+
+    def name_unseen(self, store: UnitStore) -> None:
+        """Record the units as failed whose files this machine does not see: it would take them for unfinished."""
+        seen = store.names()
+        for number, files in self._files.items():
+            if not files <= seen:
+                self._fail(
+                    number, f"a worker wrote it where this machine sees nothing: {store.directory} must be shared"
+                )
 
     def _is_done(self, unit: int) -> bool:
         return self._num_returned[unit] == self._num_items.get(unit)
@@ -389,7 +402,7 @@ class Worker:
             seconds = time.monotonic() - started
             if self._store is not None:
                 self._store.write(finished.files)
-            finished = replace(finished, files={})
+            finished = replace(finished, files=dict.fromkeys(finished.files, b""))
         except Exception as raised:
             finished, error = None, describe_error(raised)
         num_retries = row.num_retries + RETRIES.take()
