@@ -60,8 +60,7 @@ def run_loop(config: LanguageModelConfig, variant: str) -> float:
     """Return the tokens a second of a loop in this process; the blocks are read into memory beforehand."""
     import torch.distributed as dist
 
-    from jobs.engine.deepspeed_engine import start_engine
-    from jobs.engine.schedules import decay_with_warmup
+    from jobs.engine.deepspeed_engine import decay_with_warmup, start_engine
     from jobs.engine.task import with_and_without_decay
     from jobs.tasks.base import base_and_tempnet_groups
     from jobs.tasks.language_model.models import build_model

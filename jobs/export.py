@@ -49,8 +49,7 @@ def main(arguments: Sequence[str]) -> int:
 
     from jobs.engine.fields import absolute_path
     from jobs.engine.job import FatalTrainingError
-    from jobs.engine.late_export import configure, find_checkpoint, make_late_export
-    from jobs.engine.task_record import configuration_from, read_task
+    from jobs.engine.late_export import configuration_from, configure, find_checkpoint, make_late_export, read_task
 
     try:
         directory = absolute_path(job.run).rstrip("/")

@@ -166,7 +166,7 @@ def train_plan(
         file: where the steps are recorded.
         settings: `watch` of the job, `terminal` of the context.
     """
-    from jobs.engine.outcome import finish
+    from jobs.engine.recording import finish
 
     plan = make()
     config = plan.config.with_num_workers(world_size)

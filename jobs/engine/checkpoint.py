@@ -36,10 +36,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from jobs.engine.checkpoint_files import find_changed_file, write_file_list
 from jobs.engine.config import TrainingConfig
+from jobs.engine.deepspeed_engine import keeping_settings
 from jobs.engine.failures import naming_full_disk, naming_refused_write
 from jobs.engine.job import FatalTrainingError
 from jobs.engine.reshard import load_moments, load_partitions
-from jobs.engine.schedules import keeping_settings
 from jobs.engine.worker_context import WorkerContext
 from pipelines.storage import resolve
 

@@ -1,6 +1,6 @@
-"""Handles failures of the workers: decides whether they are restarted, and explains the failure to the user.
+"""What Ray Train's controller does for a run: notes and keeps checkpoints, restarts workers, and explains their failures.
 
-This module does not import torch, because it also runs in Ray Train's controller.
+This module does not import torch, which the controller does not need.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from typing import Any
 from pyarrow.fs import FileSystem, LocalFileSystem
 from ray.actor import ActorHandle
 from ray.exceptions import RayTaskError
-from ray.train import FailureConfig
+from ray.train import Checkpoint, FailureConfig, UserCallback
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 
 from jobs.engine.masking import masked
 from jobs.engine.progress import note_failure
 from jobs.engine.ray_private import (
-    RETRYABLE_CONTROLLER_ERRORS,
     DefaultFailurePolicy,
     FailureDecision,
+    WorkerGroupStartupFailedError,
     WorkerGroupStartupTimeoutError,
     WorkerHealthCheckFailedError,
 )
-from jobs.engine.resumption import find_resumption, registered_step
+from jobs.engine.resumption import find_resumption, record_checkpoint, registered_step
 from pipelines.store_errors import RefusedWriteError, explain_write, is_store
 
 # What stays so however often it is tried: no room is left, or the storage has become read-only or unreachable.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_STORAGE = {errno.EROFS, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN}
 _MAX_CHARACTERS = 300
+_NOT_STARTED = (WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError)
 
 
 class DiskFullError(OSError):
@@ -164,7 +165,7 @@ def explain_end(error: TrainingFailedError, directory: str, *, max_wait_minutes:
     elif refused := find_refused_write(error, directory):
         remedy = "see to that"
         reason = refused
-    elif isinstance(error, ControllerError) and isinstance(error.controller_failure, RETRYABLE_CONTROLLER_ERRORS):
+    elif isinstance(error, ControllerError) and isinstance(error.controller_failure, _NOT_STARTED):
         reason = f"{_describe_wait(error.controller_failure)} within run.max_wait_minutes = {max_wait_minutes:g}"
         remedy = "add machines"
     else:
@@ -241,7 +242,7 @@ class RestartPolicy(DefaultFailurePolicy):
         error = training_failed_error
         if find_full_disk(error, self._directory) or find_refused_write(error, self._directory):
             return FailureDecision.RAISE
-        if isinstance(error, ControllerError) and isinstance(error.controller_failure, RETRYABLE_CONTROLLER_ERRORS):
+        if isinstance(error, ControllerError) and isinstance(error.controller_failure, _NOT_STARTED):
             return self._wait(error.controller_failure)
         self._waiting_since = None
         num_before = self._worker_group_failures
@@ -282,3 +283,17 @@ def _describe_wait(failure: Exception) -> str:
 
 def _start_timeout() -> float:
     return float(os.environ.get("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "60"))
+
+
+class CheckpointRecord(UserCallback):
+    """Runs in Ray Train's controller; notes every checkpoint when all workers have written it, and deletes old ones."""
+
+    def __init__(self, directory: str, *, num_kept: int) -> None:
+        self._directory, self._num_kept = directory, num_kept
+
+    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Checkpoint | None) -> None:
+        """Note the checkpoint of a report, if it has one."""
+        if checkpoint is not None:
+            name = checkpoint.path.rpartition("/")[2]
+            rating = metrics[0].get("rating")
+            record_checkpoint(self._directory, name, num_kept=self._num_kept, rating=rating)

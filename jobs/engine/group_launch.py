@@ -16,8 +16,7 @@ from jobs.engine.console import Console
 from jobs.engine.identity import configuration_hash
 from jobs.engine.job import MembersJob
 from jobs.engine.launch import claim_directory, delete_checkpoints, fit, record_start
-from jobs.engine.outcome import finish
-from jobs.engine.recording import RecordModels, record_end
+from jobs.engine.recording import RecordModels, finish, record_end
 from jobs.engine.task import Membership, Plan, PreparedTask
 from jobs.engine.tracking import TrackedRun
 

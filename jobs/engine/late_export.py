@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, replace
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pyarrow.fs import FileType
 from ray.train import RunConfig, ScalingConfig
@@ -11,12 +14,15 @@ from ray.train.torch import TorchTrainer
 from jobs.engine.checkpoint_files import find_damage
 from jobs.engine.cluster import check_resources, start_ray
 from jobs.engine.config import TrainingConfig
+from jobs.engine.fields import resolve_fields, with_absolute_paths
 from jobs.engine.job import FatalTrainingError, WorkerJob
+from jobs.engine.masking import masked
+from jobs.engine.ray_private import loopback_rendezvous
 from jobs.engine.resumption import whole_checkpoints
 from jobs.engine.task import Plan
 from jobs.engine.trainer import run_trainer, worker_environment
 from jobs.engine.worker import export_worker, pack_job
-from pipelines.storage import exists, read_json, resolve
+from pipelines.storage import exists, read_json, resolve, write_json
 
 _DIRECTORY = ".export"
 
@@ -101,6 +107,7 @@ def make_late_export(plan: Plan, late: LateExport) -> None:
     filesystem, path = resolve(config.run.directory)
     trainer = TorchTrainer(
         export_worker,  # type: ignore[arg-type]  # Ray's annotations are those of Train V1
+        torch_config=loopback_rendezvous(),
         train_loop_config=pack_job(job, directory=config.run.directory, checkpoint=late.checkpoint),
         scaling_config=ScalingConfig(
             num_workers=workers.max_workers,
@@ -121,3 +128,59 @@ def make_late_export(plan: Plan, late: LateExport) -> None:
             filesystem.delete_dir(f"{path}/{_DIRECTORY}")
     if "fatal" in result:
         raise FatalTrainingError(result["fatal"])
+
+
+Config = TypeVar("Config")
+
+_FILE = "task.json"
+
+
+def write_task(config: TrainingConfig) -> None:
+    """Write the configuration, with absolute paths and without passwords, into the directory of the run."""
+    run = dataclasses.replace(config.run, storage=config.run.resolved_storage)
+    values = dataclasses.asdict(with_absolute_paths(resolve_fields(dataclasses.replace(config, run=run))))
+    write_json(
+        f"{config.run.directory}/{_FILE}",
+        {"configuration_class": type(config).__name__, "configuration": masked(values)},
+    )
+
+
+def read_task(directory: str) -> tuple[str, dict[str, Any]]:
+    """Return the name of the class of a run's configuration, and the values that :func:`configuration_from` takes.
+
+    Raises:
+        FileNotFoundError: if the directory holds no record of a run.
+        ValueError: if the record is damaged.
+    """
+    content = read_json(f"{directory}/{_FILE}")
+    if content is None:
+        raise FileNotFoundError(
+            f"{directory} holds no {_FILE}: it is not the directory of a run, or the run is of an older version; start the "
+            "command of the run again, which writes the file"
+        )
+    try:
+        return content["configuration_class"], content["configuration"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{directory}/{_FILE} is damaged: it does not hold a configuration") from error
+
+
+def configuration_from(kind: type[Config], values: dict[str, Any]) -> Config:
+    """Return the configuration whose nested values are given; lists become tuples where the field is a tuple.
+
+    Raises:
+        ValueError: if a value is refused, or a field is unknown.
+    """
+    hints = get_type_hints(kind)
+    known = {item.name for item in dataclasses.fields(kind)}  # type: ignore[arg-type]  # a dataclass
+    if unknown := sorted(values.keys() - known):
+        raise ValueError(f"{kind.__name__} has no field {', '.join(unknown)}: the run is of another version")
+    return kind(**{name: _value(hints[name], value) for name, value in values.items()})
+
+
+def _value(hint: Any, value: Any) -> Any:
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return configuration_from(hint, value)
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if isinstance(value, list) and any(get_origin(kind) is tuple for kind in kinds):
+        return tuple(value)
+    return value

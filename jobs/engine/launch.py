@@ -23,18 +23,17 @@ from jobs.engine.console import Console
 from jobs.engine.failures import describe_continuation, describe_failure, explain_end
 from jobs.engine.identity import flatten, recorded_values
 from jobs.engine.job import FatalTrainingError, WorkerJob
+from jobs.engine.late_export import write_task
 from jobs.engine.lease import Lease
 from jobs.engine.masking import masked
-from jobs.engine.outcome import finish
 from jobs.engine.preflight import Named, check_plan, find_outcome
 from jobs.engine.progress import note_failure
-from jobs.engine.recording import RecordModels, record_end
+from jobs.engine.recording import RecordModels, finish, record_end
 from jobs.engine.resumption import registered_step
 from jobs.engine.run_list import describe_run
 from jobs.engine.stopping import stopping_softly
 from jobs.engine.tags import run_tags
 from jobs.engine.task import Plan, PreparedTask
-from jobs.engine.task_record import write_task
 from jobs.engine.tracking import TrackedRun, mark_if_ended, open_run, resolve_uri, survive_outage
 from jobs.engine.trainer import make_trainer, run_trainer
 from jobs.engine.watch import Watch
@@ -58,6 +57,8 @@ def train(
     watch: Watch | None = None,
     keep_checkpoints: bool = True,
     shares_cores: bool = False,
+    saves_validated: bool = False,
+    callbacks: Sequence[UserCallback] = (),
     origin: Mapping[str, str] | None = None,
     record_models: RecordModels | None = None,
 ) -> dict[str, Any]:
@@ -72,6 +73,8 @@ def train(
         watch: may end the run before its last step; the outcome then gives the reason (`stopped`).
         keep_checkpoints: whether to keep the checkpoints after the outcome is written.
         shares_cores: whether other runs train at the same time on the same machine.
+        saves_validated: whether to write a checkpoint after every validation.
+        callbacks: callbacks of Ray Train.
         origin: `origin_tags` of the process that started the job; None: of this process.
         record_models: registers checkpoints and export as models in MLflow; None: no models are registered.
 
@@ -100,7 +103,14 @@ def train(
         tracked = record_start(plan, prepared, parent_run_id, origin or {})
         with mark_if_ended(tracked), _recorded_if_failed(plan, tracked, record_models):
             result = _fit_plan(
-                plan, prepared, tracked, with_progress=with_progress, watch=watch, shares_cores=shares_cores
+                plan,
+                prepared,
+                tracked,
+                with_progress=with_progress,
+                watch=watch,
+                shares_cores=shares_cores,
+                saves_validated=saves_validated,
+                callbacks=callbacks,
             )
         outcome = finish(plan, prepared, tracked, result)
         if not keep_checkpoints:
@@ -139,6 +149,8 @@ def _fit_plan(
     with_progress: bool,
     watch: Watch | None,
     shares_cores: bool,
+    saves_validated: bool,
+    callbacks: Sequence[UserCallback],
 ) -> dict[str, Any]:
     """Train a plan that is prepared, as :func:`fit` does, and show its progress in this terminal if that is wanted."""
     run = plan.config.run
@@ -150,9 +162,10 @@ def _fit_plan(
             with_bar=sys.stderr.isatty(),
             watch=watch,
             shares_cores=shares_cores,
+            saves_validated=saves_validated,
         )
         try:
-            return fit(plan.config, job, data_cpus=plan.data_cpus)
+            return fit(plan.config, job, data_cpus=plan.data_cpus, callbacks=callbacks)
         except KeyboardInterrupt:
             if console is None or not console.stalled:
                 raise

@@ -11,6 +11,8 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,6 @@ from jobs.engine.failures import naming_full_disk
 from jobs.engine.hardware import num_threads_per_worker, peak_flops_per_second, peak_memory_gib
 from jobs.engine.job import FatalTrainingError, WorkerJob
 from jobs.engine.metrics import MetricLogger
-from jobs.engine.pace import Ahead, Pace
 from jobs.engine.stall import SignsOfLife
 from jobs.engine.stopping import StopRequests
 from jobs.engine.system_metrics import SystemMetrics
@@ -37,6 +38,48 @@ from jobs.engine.watch import Validation
 from jobs.engine.worker_context import WorkerContext
 from pipelines.retries import RETRIES, RetryLog
 from pipelines.stream import Batch
+
+
+class Pace:
+    """Sums over steps: units (tokens, pairs), seconds, and the seconds of these spent waiting for data."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.seconds_waiting = 0.0
+        self.num_units = 0
+
+    def add(self, seconds: float, seconds_waiting: float, num_units: int) -> None:
+        """Add one step to the sums."""
+        self.seconds += seconds
+        self.seconds_waiting += seconds_waiting
+        self.num_units += num_units
+
+    @property
+    def units_per_second(self) -> float:
+        """Units per second, counting the units of the global batch."""
+        return self.num_units / self.seconds
+
+    @property
+    def data_wait_share(self) -> float:
+        """Share of the time that was spent waiting for data."""
+        return self.seconds_waiting / self.seconds
+
+
+class Ahead:
+    """An iterator that starts fetching its first item in the background as soon as it is created."""
+
+    def __init__(self, items: Iterator[Batch]) -> None:
+        self._items = items
+        self._pool = ThreadPoolExecutor(1)
+        self._first: Future[Batch] | None = self._pool.submit(next, items)
+
+    def __next__(self) -> Batch:
+        if self._first is None:
+            return next(self._items)
+        first, self._first = self._first.result(), None
+        self._pool.shutdown()
+        return first
+
 
 _DIGEST_MODULUS = 1 << 48
 
@@ -152,6 +195,7 @@ class TrainingLoop:
         outcome |= {
             "num_steps": self.step,
             "stopped": self.reason_to_stop,
+            "train_loss": self.last_loss if math.isfinite(self.last_loss) else None,
             "validations": [asdict(validation) for validation in self.validations],
             "resumed_from_step": self.first_step,
             f"num_{self.task.unit}": self.num_units,

@@ -1,13 +1,12 @@
 """Everything that the jobs use of Ray beyond its public interface; nothing else here imports a private name of Ray.
 
-Each part names the behaviour of Ray 2.60 that it works around. `tests/jobs/engine/test_ray_private.py` and
-`tests/cluster/test_workarounds.py` fail as soon as a part is not needed any more. What does not exist publicly at all is
-imported here under its own name:
+Each part names the behaviour of Ray 2.60 that it works around; `tests/jobs/engine/test_ray_private.py` fails as soon as a
+part is not needed any more. What does not exist publicly at all is imported here under its own name:
 
 * `DefaultFailurePolicy` and its decisions: Ray Train has no public hook that says whether workers are restarted;
 * `ScalingPolicy` and its decisions: the public elastic `ScalingConfig(num_workers=(min, max))` counts what an autoscaler
   grants, leaves no CPUs for reading data, and may choose a number of workers that does not divide the batch;
-* errors that tell a worker that died from one that raised, and a group that found no room.
+* errors: they tell a worker that died from one that raised, and a group that found no room.
 
 This module does not import torch, because it runs in Ray Train's cleaner, whose start that would double.
 """
@@ -15,47 +14,37 @@ This module does not import torch, because it runs in Ray Train's cleaner, whose
 from __future__ import annotations
 
 import atexit
-import ipaddress
 import os
 import socket
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
 from ray._private import ray_constants, services, state, worker
 from ray._private.resource_and_label_spec import ResourceAndLabelSpec
+from ray.train import Checkpoint
+from ray.train._internal.session import get_session
 from ray.train._internal.utils import get_address_and_port
 from ray.train.v2._internal.callbacks import placement_group_callback
-from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError as WorkerGroupStartupFailedError
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError as WorkerGroupStartupTimeoutError
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError as WorkerHealthCheckFailedError
 from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.execution.controller import placement_group_cleaner
-from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
-from ray.train.v2._internal.execution.failure_handling.default import RETRYABLE_CONTROLLER_ERRORS
-from ray.train.v2._internal.execution.scaling_policy import (
-    NoopDecision,
-    ResizeDecision,
-    ScalingDecision,
-    ScalingPolicy,
-)
+from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy as DefaultFailurePolicy
+from ray.train.v2._internal.execution.failure_handling import FailureDecision as FailureDecision
+from ray.train.v2._internal.execution.scaling_policy import NoopDecision as NoopDecision
+from ray.train.v2._internal.execution.scaling_policy import ResizeDecision as ResizeDecision
+from ray.train.v2._internal.execution.scaling_policy import ScalingDecision as ScalingDecision
+from ray.train.v2._internal.execution.scaling_policy import ScalingPolicy as ScalingPolicy
 from ray.util.state.exception import RayStateApiException
 
 from pipelines.storage import resolve
-
-__all__ = [
-    "RETRYABLE_CONTROLLER_ERRORS",
-    "DefaultFailurePolicy",
-    "FailureDecision",
-    "NoopDecision",
-    "ResizeDecision",
-    "ScalingDecision",
-    "ScalingPolicy",
-    "WorkerGroupStartupTimeoutError",
-    "WorkerHealthCheckFailedError",
-]
-
 
 # Ray Train's controller.
 
@@ -68,15 +57,17 @@ def set_policies(
     policies: dict[str, Any] = {"failure_policy": failure_policy}
     if scaling_policy is not None:
         policies["scaling_policy"] = scaling_policy
-    trainer._create_default_callbacks = lambda: [_replace_cleaner(callback) for callback in create_callbacks()]
+    theirs = placement_group_callback.PlacementGroupCleanerCallback
+    trainer._create_default_callbacks = lambda: [
+        _CleanerCallback() if type(callback) is theirs else callback for callback in create_callbacks()
+    ]
     trainer._initialize_and_run_controller = lambda **settings: run(**{**settings, **policies})
 
 
 def forget_snapshot(directory: str) -> None:
     """Delete the file in which Ray Train notes the checkpoints of a run.
 
-    Ray Train would go on from it, and does not start if a checkpoint that it names is gone, if it is damaged, or if another
-    version of Ray wrote it. Here the checkpoints' own directories decide (`jobs.engine.resumption`).
+    Ray Train does not start if a checkpoint that it names is gone, if it is damaged, or if another version of Ray wrote it.
     """
     filesystem, path = resolve(f"{directory}/checkpoint_manager_snapshot.json")
     if filesystem.get_file_info(path).is_file:
@@ -100,14 +91,10 @@ def is_preempted() -> bool:
 
 
 def is_actor_alive(actor_id: str, timeout: int) -> bool:
-    """Return whether this process's cluster has an actor that is not dead; in the place of Ray Train's function.
-
-    Raises:
-        RayStateApiException: if the control service does not answer, after which the cleaner asks again.
-    """
+    """Return whether this process's cluster has an actor that is not dead; in the place of Ray Train's function."""
     try:
         actor = state.actors(actor_id)
-    except Exception as error:  # Ray raises no more specific exception
+    except Exception as error:  # Ray raises no more specific one; after this one the cleaner asks again
         raise RayStateApiException(f"the control service does not answer: {error}") from error
     return bool(actor) and actor["State"] != "DEAD"
 
@@ -122,17 +109,10 @@ class OwnClusterCleaner(placement_group_cleaner.PlacementGroupCleaner):
         self.start_monitoring()
 
 
-class _CleanerCallback(placement_group_callback.PlacementGroupCleanerCallback):
-    """Runs in the controller of a run and starts the cleaner from there."""
-
+class _CleanerCallback(placement_group_callback.PlacementGroupCleanerCallback):  # runs in a run's controller
     def after_controller_start(self, train_run_context: Any) -> None:
         placement_group_callback.PlacementGroupCleaner = OwnClusterCleaner  # type: ignore[misc, assignment]
         super().after_controller_start(train_run_context)
-
-
-def _replace_cleaner(callback: Any) -> Any:
-    is_cleaner = type(callback) is placement_group_callback.PlacementGroupCleanerCallback
-    return _CleanerCallback() if is_cleaner else callback
 
 
 # The store through which workers find each other (PyTorch's TCPStore): PyTorch lets it listen on all addresses of the
@@ -142,34 +122,21 @@ _open_stores: list[Any] = []  # PyTorch closes a store that nobody holds
 
 
 def open_store() -> tuple[str, int]:
-    """Choose the address of this worker's store, and open the store if the address is on loopback.
+    """Return the address of this node as Ray knows it, and a port.
 
-    Returns:
-        The address of this node as Ray knows it, and a port. On loopback (:func:`listen_on_loopback`) a store listens
-        there, and nowhere else, until this process ends; otherwise the port is free, and PyTorch will open the store.
+    On loopback (:func:`listen_on_loopback`) a store listens there, and nowhere else, until this process ends; otherwise the
+    port is free, and PyTorch will open the store.
     """
     import torch.distributed as dist
 
     address, port = get_address_and_port()
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError:  # a node may be known by its name
+    if address not in ("127.0.0.1", "::1"):
         return address, port
-    if not parsed.is_loopback:
-        return address, port
-    family = socket.AF_INET6 if parsed.version == 6 else socket.AF_INET
+    family = socket.AF_INET6 if address == "::1" else socket.AF_INET
+    settings: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
     with socket.create_server((address, 0), family=family) as server:
         port = server.getsockname()[1]
-        _open_stores.append(
-            dist.TCPStore(
-                address,
-                port,
-                is_master=True,
-                wait_for_workers=False,
-                multi_tenant=True,
-                master_listen_fd=server.detach(),
-            )
-        )
+        _open_stores.append(dist.TCPStore(address, port, **settings, master_listen_fd=server.detach()))
     return address, port
 
 
@@ -213,8 +180,8 @@ def loopback_rendezvous() -> Any:
 def listen_on_loopback() -> None:
     """Have Ray listen on loopback, of IPv6 too, unless RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1 asks for all addresses.
 
-    Ray does so where it starts no clusters, by default on Windows and macOS, and an address given to `ray.init` does not
-    change it. The processes that it starts read the variable; this one has read it already, when it imported Ray.
+    An address given to `ray.init` does not change it. The processes that it starts read the variable; this one has read it
+    already, when it imported Ray.
     """
     name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
     os.environ.setdefault(name, "0")
@@ -225,8 +192,7 @@ def listen_on_loopback() -> None:
 def in_a_group_of_their_own() -> Iterator[None]:
     """Give every process that Ray starts inside the block a process group of its own.
 
-    A signal to the whole group of the job, which `timeout` and many schedulers send, would otherwise end Ray while the job
-    is saving. Ray's processes end with the job in any case.
+    A signal to the job's whole group, as `timeout` and many schedulers send it, would end Ray while the job is saving.
     """
     original = services.ConsolePopen
     services.ConsolePopen = partial(original, process_group=0)  # type: ignore[misc, assignment]
@@ -267,12 +233,12 @@ def end_with_this_process() -> None:
 
 
 def find_started_cluster() -> str:
-    """Return the address of the cluster that `ray start` has started on this machine, HOST:PORT; empty if there is none."""
+    """Return HOST:PORT of the cluster that `ray start` has started on this machine; empty if there is none."""
     return services.find_bootstrap_address(None) or ""
 
 
 def address_that_ray_asks(address: str) -> str:
-    """Return what Ray makes of an address: that of this machine for loopback, where a head may not listen."""
+    """Return what Ray makes of an address: loopback for that of this machine, where a head may not listen."""
     return services.canonicalize_bootstrap_address(address) or address
 
 
@@ -280,11 +246,35 @@ def local_resources() -> dict[str, float]:
     """Return the resources that a Ray on this machine would have, by name, as Ray itself finds them when it starts."""
     found = ResourceAndLabelSpec()
     found.resolve(is_head=True, node_ip_address="127.0.0.1")
-    resources: dict[str, float] = found.to_resource_dict()
-    return resources
+    return dict(found.to_resource_dict())
 
 
 def free_resources() -> Mapping[str, Mapping[str, float]]:
     """Return node ID → its resources that nobody uses; publicly Ray tells only their sum over all nodes."""
-    free: Mapping[str, Mapping[str, float]] = state.available_resources_per_node()
-    return free
+    return dict(state.available_resources_per_node())
+
+
+# Ray Tune's session.
+
+
+def reporting_checkpoints(describe: Callable[[Mapping[str, Any]], Mapping[str, str]]) -> None:
+    """Let what Ray Train reports to this trial of Ray Tune carry a checkpoint, which the public callback leaves out.
+
+    `TuneReportCallback` gives Tune only the metrics, so that population based training has nothing to go on from.
+
+    Args:
+        describe: returns the files of a report's checkpoint, file name → content.
+    """
+    session: Any = get_session()
+    report = session.report
+
+    def report_with_checkpoint(metrics: dict[str, Any], checkpoint: Checkpoint | None = None) -> None:
+        if checkpoint is not None or "checkpoint_path" not in metrics:
+            report(metrics, checkpoint=checkpoint)
+            return
+        with tempfile.TemporaryDirectory() as directory:
+            for name, content in describe(metrics).items():
+                Path(directory, name).write_text(content)
+            report(metrics, checkpoint=Checkpoint.from_directory(directory))
+
+    session.report = report_with_checkpoint

@@ -18,10 +18,9 @@ import torch.distributed as dist
 
 from jobs.engine.failures import naming_full_disk
 from jobs.engine.job import MembersJob
-from jobs.engine.loop import TrainingLoop
+from jobs.engine.loop import Pace, TrainingLoop
 from jobs.engine.metrics import MetricLogger
 from jobs.engine.networks_engine import NetworksEngine
-from jobs.engine.pace import Pace
 from jobs.engine.task import Statistics
 from jobs.engine.worker_context import WorkerContext
 

@@ -264,6 +264,16 @@ def end_children(run: TrackedRun, status: str) -> None:
         client.set_terminated(child.info.run_id, status=status)
 
 
+def find_child(parent: TrackedRun, name: str) -> TrackedRun | None:
+    """Return the child run of a name; None if there is none, or MLflow does not answer."""
+    with survive_outage(f"the end of {name}"):
+        under = f"tags.`mlflow.parentRunId` = '{parent.run_id}' and attributes.run_name = '{name}'"
+        found = MlflowClient(parent.uri).search_runs([parent.experiment_id], filter_string=under, max_results=1)
+        if found:
+            return TrackedRun(uri=parent.uri, run_id=found[0].info.run_id, experiment_id=parent.experiment_id)
+    return None
+
+
 def finish_run(
     run: TrackedRun,
     *,

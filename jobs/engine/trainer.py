@@ -8,32 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig, UserCallback
+from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchTrainer
 
 from jobs.engine.cluster import CPU_ENVIRONMENT
 from jobs.engine.config import TrainingConfig
 from jobs.engine.elasticity import ElasticPolicy
-from jobs.engine.failures import RestartPolicy
+from jobs.engine.failures import CheckpointRecord, RestartPolicy
 from jobs.engine.job import WorkerJob
 from jobs.engine.ray_private import forget_snapshot, loopback_rendezvous, set_policies
-from jobs.engine.resumption import record_checkpoint, start_checkpoint
+from jobs.engine.resumption import start_checkpoint
 from jobs.engine.worker import pack_job, run_worker
 from pipelines.storage import resolve
-
-
-class CheckpointRecord(UserCallback):
-    """Runs in Ray Train's controller; notes every checkpoint when all workers have written it, and deletes old ones."""
-
-    def __init__(self, directory: str, *, num_kept: int) -> None:
-        self._directory, self._num_kept = directory, num_kept
-
-    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Checkpoint | None) -> None:
-        """Note the checkpoint of a report, if it has one."""
-        if checkpoint is not None:
-            name = checkpoint.path.rpartition("/")[2]
-            rating = metrics[0].get("rating")
-            record_checkpoint(self._directory, name, num_kept=self._num_kept, rating=rating)
 
 
 def run_trainer(trainer: TorchTrainer) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tests population based training on a real Ray, against runs that were never interrupted."""
+"""Test population based training by Ray Tune on a real Ray, against a run that was never interrupted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from mlflow import MlflowClient
 from sweep_support import TINY
 
 from jobs.engine.command_line import parse_preset
@@ -29,31 +28,29 @@ def test_a_population_goes_on_from_its_best_runs(cluster: dict[str, str], corpus
         assert not results.failed
         return list(results.rows)
 
+    rate, ends = "optimizer.learning_rate_base", "optimizer.learning-rate-base=1e-5,3e-3"
     population = [
-        "--sweep.scheduler=pbt", "--sweep.num-generations=2", "--sweep.band", "0.01", "1.99",
-        "--sweep.axes", "optimizer.learning-rate-base=1e-5,3e-3",
+        "--sweep.scheduler=pbt", "--sweep.num-generations=2", "--sweep.band", "0.01", "1.99", "--base.run.num-steps=24",
+        "--base.validation.every=4", "--sweep.axes", ends,
     ]  # fmt: skip
-    first_slow, first_fast, moved, kept = rows = run(*population)
-    rate = "optimizer.learning_rate_base"
-    assert [row.point[rate] for row in (first_slow, first_fast, kept)] == [1e-5, 3e-3, 3e-3]
-    assert moved.point[rate] == 2.4e-3  # 3.6e-3 lies beyond the end of the axis
-    assert [row.num_steps for row in rows] == [6, 6, 4, 4]  # together two whole runs
-    assert [row.stopped for row in rows] == ["generation 1 of 2 is over"] * 2 + [""] * 2
-    directories = [tmp_path / "rho" / row.name for row in rows]
-    starts = [json.loads((path / "configuration.json").read_text()).get("run.start_from") for path in directories]
-    assert starts == [None, None, f"{first_fast.name}@6", f"{first_fast.name}@6"]
+    rows = {row.name: row for row in run(*population)}
+    slow, fast = rows["learning_rate_base1e-05"], rows["learning_rate_base0.003"]
+    (moved,) = (row for row in rows.values() if "-from-" in row.name)
+    assert moved.point[rate] == pytest.approx(2.4e-3)  # 3.6e-3 lies beyond the end of the axis
+    assert slow.stopped
+    assert (fast.num_steps, fast.stopped, moved.stopped) == (24, "", "")
+    held = json.loads((tmp_path / "rho" / moved.name / "configuration.json").read_text())
+    start = int(held["run.start_from"].removeprefix(f"{fast.name}@"))
+    assert 12 <= start < 24
+    assert moved.num_steps == 24 - start
+    # Up to there it has the history of the run that it goes on from, and then its own.
+    shared = [validation for validation in fast.history if validation[0] <= start]
+    assert moved.history[: len(shared)] == shared
+    assert moved.history[-1] != fast.history[-1]
 
-    # The run that was kept is the one that was never interrupted; the other has its history, and then its own.
-    (whole,) = run("--base.run.name=whole", "--sweep.axes", "optimizer.learning-rate-base=3e-3")
-    assert kept.history == whole.history
-    assert moved.history[:3] == whole.history[:3]
-    assert all(mine != other for mine, other in zip(moved.history[3:], whole.history[3:], strict=True))
-    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
-    (moved_run,) = client.search_runs(
-        [client.get_experiment_by_name("language-models").experiment_id],  # type: ignore[union-attr]
-        f"attributes.run_name = '{moved.name}'",
+    # The run that was kept, and paused meanwhile, is the one that was never interrupted.
+    (whole,) = run(
+        "--base.run.name=whole", "--base.run.num-steps=24", "--base.validation.every=4", "--sweep.axes", f"{rate}=3e-3"
     )
-    assert moved_run.data.params["run.start_from"] == f"{first_fast.name}@6"
-
-    # Started again, it finds every generation and trains nothing.
-    assert run(*population) == rows
+    assert [step for step, _, _ in fast.history] == [step for step, _, _ in whole.history]
+    assert fast.history[-1][1:] == pytest.approx(whole.history[-1][1:], abs=1e-6)

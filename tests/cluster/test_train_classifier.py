@@ -21,8 +21,7 @@ from jobs.studies.cross_validation.cross_validation import cross_validate, make_
 from jobs.studies.cross_validation.table import Row
 from jobs.studies.trials.command import Results
 from jobs.studies.trials.parent import open_parent
-from jobs.studies.trials.run import run_trials
-from jobs.studies.trials.trial import Trial, one_round
+from jobs.studies.trials.run import Trial, one_round, run_trials
 from jobs.tasks.classifier.config import ClassifierConfig
 from jobs.tasks.classifier.plan import make_plan
 from pipelines.text.tokenization import train_wordpiece

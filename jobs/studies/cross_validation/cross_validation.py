@@ -13,8 +13,7 @@ from jobs.engine.task import data_set
 from jobs.studies.cross_validation.table import Row, as_markdown, make_rows
 from jobs.studies.trials.command import Results
 from jobs.studies.trials.parent import open_parent, publish
-from jobs.studies.trials.run import DRIVER_CPUS, run_trials
-from jobs.studies.trials.trial import Trial, one_round
+from jobs.studies.trials.run import DRIVER_CPUS, Trial, one_round, run_trials
 from jobs.tasks.classifier.config import ClassifierConfig, CrossValidationConfig
 from jobs.tasks.classifier.plan import ClassifierPlan, make_plan
 

@@ -22,9 +22,7 @@ from jobs.studies.reproduction.table import StudyResult, as_content, as_markdown
 from jobs.studies.reproduction.verdicts import Replicates, judge
 from jobs.studies.trials.command import Results
 from jobs.studies.trials.parent import open_parent, publish
-from jobs.studies.trials.prepare import prepare_once
-from jobs.studies.trials.run import run_trials
-from jobs.studies.trials.trial import Outcomes, Rounds, Trial
+from jobs.studies.trials.run import Outcomes, Rounds, Trial, prepare_once, run_trials
 from pipelines.storage import exists
 
 _VERDICT_NUMBERS = {"holds": 1.0, "cannot be seen at this scale": 0.0, "does not hold": -1.0}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -11,9 +13,8 @@ from jobs.engine.config import RunSection, TrainingConfig
 from jobs.engine.fields import FREE_TO_CHANGE, added_later
 from jobs.engine.identity import may_differ, with_fields
 from jobs.engine.named_values import find_duplicate, named_values
-from jobs.studies.sweeps.band_search import search_band
+from jobs.studies.sweeps.band_search import PRIOR_FALL, PRIOR_SLOPE, search_band
 from jobs.studies.sweeps.search import Point, Search, list_corners, search_grid, search_randomly
-from jobs.studies.sweeps.temperature_line import PRIOR_FALL, PRIOR_SLOPE
 from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.language_model.config import LanguageModelConfig
 
@@ -27,26 +28,27 @@ class SweepSection:
     axes: tuple[str, ...]
     """Fields to vary, as FIELD=VALUE,VALUE,…, which are numeric fields of the base: temperature.rho=9,10
     optimizer.learning_rate_base=1e-4,1e-5."""
-    search: Literal["grid", "random", "band"] = "grid"
+    search: Literal["band", "grid", "random", "optuna"] = "grid"
     """grid: every combination of the values. random: num_trials points, each value drawn between the axis's smallest
     and largest value (log-uniformly if the largest is at least 10 times the smallest, else uniformly). band:
     searches the first axis, between its smallest and largest value, for the value that brings the mean temperature
     into the band; then the other axes' values there by successive halving; then continues from the best point. It
-    stops trials early that cannot end in the band."""
+    stops trials early that cannot end in the band. optuna: Ray Tune's OptunaSearch, if the package is installed."""
     num_trials: int = 8
-    """Number of trials of a random search."""
+    """Number of trials of a random search, or of optuna."""
     budget: float = 4.0
     """Budget of a band search, in whole trials' worth of steps, never exceeded; 4 is a quarter of a grid of 16."""
     seed: int = 0
     """Random seed of a random search. The seed of the training runs is base.run.seed."""
     band: tuple[float, float] = (0.7, 1.0)
     """Lower and upper bound of the band in which the mean temperature of the validation should lie."""
-    scheduler: Literal["none", "asha", "pbt"] = dataclasses.field(default="none", metadata=FREE_TO_CHANGE)
-    """What ends trials of a grid or random search early. none: nothing. asha: Ray Tune's ASHAScheduler, which ends
-    those whose loss is above the median when half of their steps are done; trials whose mean temperature cannot end in
-    the band any more are ended before they are compared. pbt: population based training. The points of the search train
-    for num_generations equal parts of their steps; after each of these a copy of one of the best runs, with values
-    multiplied by 0.8 or 1.2, takes the place of one of the worst."""
+    scheduler: Literal["asha", "pbt", "median", "none"] = dataclasses.field(default="none", metadata=FREE_TO_CHANGE)
+    """Scheduler of Ray Tune that ends trials of a grid or random search early. none: nothing does. asha: ASHAScheduler,
+    which ends those whose loss is above the median when half of their steps are done. median: MedianStoppingRule, which
+    compares averages after every validation from then on. With both, trials whose mean temperature cannot end in the band
+    any more are ended too. pbt: PopulationBasedTraining. The points of the search train for num_generations equal parts of
+    their steps; after each of these one of the worst trials goes on from the checkpoint of one of the best, with values
+    multiplied by 0.8 or 1.2."""
     num_generations: int = dataclasses.field(default=4, metadata=added_later(4))
     """Number of generations of population based training."""
     num_side_by_side: int = dataclasses.field(default=16, metadata=FREE_TO_CHANGE)
@@ -69,21 +71,25 @@ class SweepSection:
             raise ValueError(f"sweep.num_generations = {self.num_generations} must be at least 2")
         if self.num_concurrent < 0:
             raise ValueError(f"sweep.num_concurrent = {self.num_concurrent} must not be negative")
+        if self.search == "optuna" and importlib.util.find_spec("optuna") is None:
+            raise ValueError(
+                "sweep.search = optuna needs the package optuna, which is not installed: choose band, grid or random"
+            )
         if self.scheduler != "none" and self.search == "band":
             raise ValueError(
                 f"sweep.scheduler = {self.scheduler}, but sweep.search = band ends trials by rules of its own: choose grid "
                 "or random, or scheduler none"
             )
-        if self.scheduler != "none" and len(set(self.values.get("run.num_steps", ()))) > 1:
+        if self.scheduler == "pbt" and self.search == "optuna":
             raise ValueError(
-                f"sweep.scheduler = {self.scheduler} compares trials after the same number of steps, but sweep.axes varies "
-                "run.num_steps: leave that axis out, or choose scheduler none"
+                "sweep.scheduler = pbt changes values itself, but so does sweep.search = optuna: choose grid"
             )
-
-    @property
-    def is_population(self) -> bool:
-        """Whether the runs are generations of a population (`jobs.studies.sweeps.population`)."""
-        return self.scheduler == "pbt"
+        compares = "search = band" if self.search == "band" else f"scheduler = {self.scheduler}"
+        if compares != "scheduler = none" and len(set(self.values.get("run.num_steps", ()))) > 1:
+            raise ValueError(
+                f"sweep.{compares} compares trials after the same number of steps, but sweep.axes varies run.num_steps: "
+                "leave that axis out, or choose a grid with scheduler none"
+            )
 
     @property
     def values(self) -> dict[str, list[float]]:
@@ -120,8 +126,7 @@ class SweepSection:
     @property
     def max_num_trials(self) -> int:
         """Number of trials; for a band search its maximum, since it stops no trial before half of its steps."""
-        parts = {"band": 2, "pbt": self.num_generations}  # of a whole trial
-        return int(self.length * parts.get("band" if self.search == "band" else self.scheduler, 1))
+        return int(self.length * (2 if self.search == "band" else 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,12 +140,12 @@ class SweepConfig(Generic[Base]):
         # The corners come first, as the user typed their values; if a point between them is invalid, one of the corners
         # is too.
         for point in [*list_corners(self.sweep.values), *next(self.start())]:
-            trial = self._set_fields(point)
+            trial = with_values(self.base, point)
             if self.sweep.search == "band" or self.sweep.scheduler != "none":
                 self._check_band(trial)
-            if self.sweep.scheduler == "asha":
+            if self.sweep.scheduler in ("asha", "median"):
                 self._check_validations(trial)
-            if self.sweep.is_population:
+            if self.sweep.scheduler == "pbt":
                 self._check_generations(trial)
 
     def _check_band(self, trial: Base) -> None:
@@ -192,55 +197,36 @@ class SweepConfig(Generic[Base]):
     def start(self, value: float | None = None) -> Search:
         """Returns the search from its beginning; a band search first tries `value` on the first axis."""
         sweep = self.sweep
-        whole = {name for name in sweep.values if _kind(self.base, name) == "int"}
         if sweep.search == "grid":
             return search_grid(sweep.values)
-        if sweep.search == "random":
-            return search_randomly(sweep.values, num_trials=sweep.num_trials, seed=sweep.seed, whole=whole)
-        first, values = next(iter(sweep.values.items()))
-        width = max(values) - min(values)
-        slope = PRIOR_SLOPE if first == "temperature.rho" or not width else PRIOR_FALL / width
-        return search_band(sweep.values, band=sweep.band, budget=sweep.budget, start=value, slope=slope, whole=whole)
+        if sweep.search in ("random", "optuna"):  # optuna chooses its own points, which these only stand for
+            return search_randomly(sweep.values, num_trials=sweep.num_trials, seed=sweep.seed, whole=self.whole_axes)
+        return search_band(
+            sweep.values, band=sweep.band, budget=sweep.budget, start=value, slope=self.slope, whole=self.whole_axes
+        )
 
-    def trial(self, point: Point, *, prefix: str = "", start_from: str = "") -> Base:
+    @property
+    def whole_axes(self) -> set[str]:
+        """Names of the axes whose values are whole numbers."""
+        return {name for name in self.sweep.values if _kind(self.base, name) == "int"}
+
+    @property
+    def slope(self) -> float:
+        """Prior of d log τ̄ / d value along the first axis of a band search."""
+        first, values = next(iter(self.sweep.values.items()))
+        width = max(values) - min(values)
+        return PRIOR_SLOPE if first == "temperature.rho" or not width else PRIOR_FALL / width
+
+    def trial(self, point: Point) -> Base:
         """Returns the configuration of the run at a point.
 
         Its directory is within that of the sweep, and prepared data are shared.
-
-        Args:
-            point: the point.
-            prefix: what the run's name has before the values of the point.
-            start_from: another run of the sweep from which this one starts, as `run.start_from` has it.
 
         Raises:
             ValueError: naming the axis, if its field does not exist or is not a number, or if a value is invalid; also
                 if the storage cannot be used.
         """
-        name = "-".join(f"{field.rpartition('.')[2]}{value:.12g}" for field, value in point.items())
-        config = self._set_fields(point)
-        run = dataclasses.replace(
-            config.run,
-            name=prefix + name,
-            storage=self.run.directory,
-            prepared=self.run.prepared_directory,
-            start_from=start_from,
-        )
-        return dataclasses.replace(config, run=run)
-
-    def _set_fields(self, point: Point) -> Base:
-        """Returns the base configuration with the values of a point, before the run has a name and storage of its own.
-
-        The storage is resolved only when runs are made, since the storage of a preset may not be usable until the
-        command line has set another.
-
-        Raises:
-            ValueError: as :meth:`trial`.
-        """
-        values = _convert(self.base, point)
-        try:
-            return with_fields(self.base, values)
-        except ValueError as error:
-            raise ValueError(f"sweep.axes: {error}") from error
+        return place_trial(with_values(self.base, point), self.run, name_of(point))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,7 +243,36 @@ class ClipSweep(SweepConfig[ClipConfig]):
     base: ClipConfig
 
 
-def _convert(config: TrainingConfig, point: Point) -> dict[str, float | int]:
+def name_of(point: Mapping[str, float]) -> str:
+    """Returns the name of the run at a point, such as rho2.5-learning_rate_base0.003."""
+    return "-".join(f"{field.rpartition('.')[2]}{value:.12g}" for field, value in point.items())
+
+
+def with_values(config: Base, point: Mapping[str, float]) -> Base:
+    """Returns a configuration with the values of a point, before the run has a name and storage of its own.
+
+    The storage is resolved only when runs are made, since the storage of a preset may not be usable until the command
+    line has set another.
+
+    Raises:
+        ValueError: naming the axis, if its field does not exist or is not a number, or if a value is invalid.
+    """
+    values = _convert(config, point)
+    try:
+        return with_fields(config, values)
+    except ValueError as error:
+        raise ValueError(f"sweep.axes: {error}") from error
+
+
+def place_trial(config: Base, sweep: RunSection, name: str, start_from: str = "") -> Base:
+    """Returns the configuration of a trial: with a name, in the directory of a sweep, whose prepared data it shares."""
+    run = dataclasses.replace(
+        config.run, name=name, storage=sweep.directory, prepared=sweep.prepared_directory, start_from=start_from
+    )
+    return dataclasses.replace(config, run=run)
+
+
+def _convert(config: TrainingConfig, point: Mapping[str, float]) -> dict[str, float | int]:
     """Returns the values of a point, converted to the types of their fields.
 
     Raises:

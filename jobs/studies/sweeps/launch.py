@@ -1,31 +1,63 @@
-"""Running a sweep as trials: checks, Ray, data preparation, MLflow, and the report at the end."""
+"""Running a sweep as trials of Ray Tune: checks, Ray, data preparation, MLflow, and the report at the end."""
 
 from __future__ import annotations
 
 import dataclasses
+import io
+import logging
 import math
+import os
+import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
+
+import pandas as pd
+from pyarrow.fs import FileSelector, FileType
+from ray import tune
+from ray.tune.experiment import Trial as TuneTrial
+from ray.tune.search import BasicVariantGenerator
+from ray.tune.search.optuna import OptunaSearch
 
 from jobs.engine.cluster import start_ray
+from jobs.engine.config import TrainingConfig
+from jobs.engine.console import clock
+from jobs.engine.late_export import configure, find_checkpoint, make_late_export
 from jobs.engine.launch import claim_directory
+from jobs.engine.lease import Lease
+from jobs.engine.masking import masked
+from jobs.engine.metrics import send_metrics
 from jobs.engine.preflight import check_directory, check_machine, check_room
-from jobs.engine.tracking import TrackedRun
-from jobs.studies.sweeps.generations import make_generations
-from jobs.studies.sweeps.objective import TITLE, loss_of
+from jobs.engine.resumption import best_checkpoint, whole_checkpoints
+from jobs.engine.tracking import TrackedRun, end_children, find_child, finish_run, mark_if_ended, survive_outage
+from jobs.studies.sweeps.config import SweepConfig, name_of, place_trial, with_values
 from jobs.studies.sweeps.plan import Sweep
 from jobs.studies.sweeps.report import Row, as_markdown, as_page, best_values, choose, make_row
-from jobs.studies.sweeps.round_record import RoundRecord
-from jobs.studies.sweeps.rounds import make_rounds, tau_mean
+from jobs.studies.sweeps.search import LOSS, TITLE, Point, loss_of
+from jobs.studies.sweeps.stopping import BandRule
+from jobs.studies.sweeps.trainable import HYPERPARAMETERS, make_trainable
+from jobs.studies.sweeps.tuning import BandSearch, RuleStopper, make_scheduler
 from jobs.studies.trials.command import Results
 from jobs.studies.trials.parent import open_parent, publish
-from jobs.studies.trials.prepare import prepare_once
-from jobs.studies.trials.run import DRIVER_CPUS, find_room, run_trials
+from jobs.studies.trials.run import DRIVER_CPUS, Trial, describe_error, find_room, prepare_once
 from jobs.studies.trials.side_by_side import run_side_by_side
-from jobs.studies.trials.trial import Outcomes
+from jobs.tasks.language_model.config import LanguageModelConfig
+from jobs.tasks.language_model.plan import make_plan as make_language_model_plan
+from pipelines.storage import exists, read_json, resolve, write_json
 
 BEST_RUN_TAG = "best_run"
 """Tag of the sweep's MLflow run: name of the chosen trial, which is one of its child runs."""
+
+# Tune's own printing is not needed: runs have their own lines. Tune's handling of Ctrl-C is turned off, since it would end
+# only the trials, which would then be reported as failed. Here Ctrl-C ends the job.
+_TUNE_ENVIRONMENT = {
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+}
+
+
+Runs: TypeAlias = dict[str, tuple[Point, dict[str, Any] | None]]
+"""Name of a run → its point, and its outcome; None if it has none."""
 
 
 def check_sweep(sweep: Sweep) -> None:
@@ -40,7 +72,7 @@ def check_sweep(sweep: Sweep) -> None:
 
 
 def run_sweep(sweep: Sweep) -> Results[Row]:
-    """Run or continue a sweep, and write `results.md`, `results.json` and `report.html` into its directory.
+    """Run or continue a sweep, and write its report and `trials.parquet` into its directory.
 
     Raises:
         ValueError: if another configuration has taken the name, or the cluster is too small.
@@ -50,7 +82,7 @@ def run_sweep(sweep: Sweep) -> Results[Row]:
     print(sweep.describe(), flush=True)
     start_ray()
     # raises ValueError before data are prepared
-    find_room(config.base, sweep.first.data_cpus, config.sweep.num_concurrent)
+    num_at_once = find_room(config.base, sweep.first.data_cpus, config.sweep.num_concurrent)
     data_sets = prepare_once(sweep.plans)
     claim_directory(config)
     parent = open_parent(
@@ -61,41 +93,265 @@ def run_sweep(sweep: Sweep) -> Results[Row]:
         num_trials=config.sweep.max_num_trials,
         data_sets=data_sets,
     )
-    record = RoundRecord(config.run.directory)
-    rounds = (make_generations if config.sweep.is_population else make_rounds)(sweep, record)
     if sweep.shares_base:
+        configs = [config.trial(point) for point in next(config.start())]
         outcomes = run_side_by_side(
-            next(rounds, ()),
+            [Trial(config=trial, make_plan=sweep.make_plan) for trial in configs],
             num_at_once=config.sweep.num_side_by_side,
             directory=config.run.directory,
             parent=parent,
             describe=_describe_outcome,
         )
-    else:
-        outcomes = run_trials(
-            rounds,
-            length=config.sweep.length,
-            directory=config.run.directory,
-            parent=parent,
-            num_concurrent=config.sweep.num_concurrent,
-            data_cpus=sweep.first.data_cpus,
-            describe=_describe_outcome,
+        found = _read_runs(config)
+        runs = {trial.run.name: found[trial.run.name] for trial in configs if trial.run.name in found}
+        return _publish(sweep, parent, runs, outcomes.failed, _table_of(config, runs))
+    with Lease(config.run.directory), mark_if_ended(parent):
+        runs, errors, table = _run_tune(sweep, parent, num_at_once)
+    return _publish(sweep, parent, runs, errors, table)
+
+
+def _run_tune(sweep: Sweep, parent: TrackedRun | None, num_at_once: int) -> tuple[Runs, dict[str, str], pd.DataFrame]:
+    """Run the trials with Ray Tune; return their runs, name → error of those that failed, and Tune's table of trials."""
+    config, section = sweep.config, sweep.config.sweep
+    os.environ |= _TUNE_ENVIRONMENT
+    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
+    num_steps = config.base.run.num_steps
+    settings: dict[str, Any]
+    space: dict[str, Any] = {
+        field: value for field in HYPERPARAMETERS if (value := _value_of(config.base, field)) is not None
+    }
+    search: BandSearch | None = None
+    if section.search == "band":
+        search = BandSearch(
+            section.values,
+            band=section.band,
+            num_steps=num_steps,
+            budget=section.budget,
+            start=_calibrate_rho(sweep),
+            slope=config.slope,
+            whole=config.whole_axes,
         )
-    return _publish(sweep, parent, record, outcomes)
+        settings = {"search_alg": search, "num_samples": -1}
+    elif section.search == "optuna":
+        space |= {field: _domain(values, field in config.whole_axes) for field, values in section.values.items()}
+        settings = {"search_alg": OptunaSearch(metric=LOSS, mode="min"), "num_samples": section.num_trials}
+    else:
+        points = next(config.start())
+        space |= {field: tune.choice(values) for field, values in section.values.items()}
+        settings = {
+            "search_alg": BasicVariantGenerator(points_to_evaluate=points, max_concurrent=num_at_once),
+            "num_samples": len(points),
+            "max_concurrent_trials": None,  # which Tune ignores beside a generator
+        }
+    scheduler = make_scheduler(section.scheduler, num_steps, section.values, section.num_generations)
+    stopper = RuleStopper(_band_rule(sweep), search)
+    filesystem, path = resolve(config.run.directory)
+    num_finished = sum(outcome is not None for _, outcome in _read_runs(config).values())
+    print(f"trials finished before: {num_finished}, in {config.run.directory}", flush=True)
+    tuner = tune.Tuner(
+        make_trainable(
+            config.base,
+            named=tuple(section.values),
+            num_at_once=num_at_once,
+            parent_run_id=parent.run_id if parent else "",
+            # A trial may start from what another has left a generation ago.
+            num_shared=2 + num_steps // config.base.validation.every // section.num_generations
+            if section.scheduler == "pbt"
+            else 0,
+        ),
+        param_space=space,
+        tune_config=tune.TuneConfig(scheduler=scheduler, **{"max_concurrent_trials": num_at_once, **settings}),
+        run_config=tune.RunConfig(
+            name="tune",
+            storage_path=path,
+            storage_filesystem=filesystem,
+            verbose=0,
+            stop=stopper,
+            callbacks=[_ProgressLines(section.max_num_trials)],
+        ),
+    )
+    grid = tuner.fit()
+    names, errors, reasons = list[str](), dict[str, str](), dict[str, str]()
+    for result in (grid[number] for number in range(len(grid))):
+        given = result.config or {}
+        name = name_of({field: given[field] for field in section.values if field in given})
+        names.append(name)
+        if result.error is not None:
+            errors[name] = describe_error(result.error)
+        elif reason := stopper.reasons.get((result.metrics or {}).get("trial_id", "")):
+            reasons[name] = reason
+    usual = f"ended early by {type(scheduler).__name__}" if scheduler else "ended early"
+    found = _read_runs(config)
+    runs = {name: found[name] for name in [*names, *sorted(found)] if name in found}  # in the order of the trials
+    for name, (_, outcome) in runs.items():
+        if outcome is None and name not in errors:
+            runs[name] = runs[name][0], _finish_stopped(config, name, reasons.get(name, usual), parent)
+    if parent is not None and errors:
+        with survive_outage("the end of the trials that failed"):
+            end_children(parent, "FAILED")  # a trial whose process was killed could not record this itself
+    return runs, errors, grid.get_dataframe()
 
 
-def _publish(sweep: Sweep, parent: TrackedRun | None, record: RoundRecord, outcomes: Outcomes) -> Results[Row]:
-    """Save the failures, write the results of all trials, log them to the parent run, and return them."""
+def _table_of(config: SweepConfig[Any], runs: Runs) -> pd.DataFrame:
+    """Return a table as Tune's, with a row for every run."""
+    rows = []
+    for point, outcome in runs.values():
+        values = {field: _value_of(config.base, field) for field in HYPERPARAMETERS} | point
+        scores = outcome["validation"] | {"step": outcome["num_steps"]} if outcome else {}
+        rows.append(scores | {f"config/{field}": value for field, value in values.items() if value is not None})
+    return pd.DataFrame(rows)
+
+
+def _value_of(config: TrainingConfig, field: str) -> Any:
+    section, _, name = field.rpartition(".")
+    return getattr(getattr(config, section), name, None)
+
+
+def _domain(values: list[float], is_whole: bool) -> Any:
+    """Return what Tune draws from between the ends of an axis: log-uniformly if the larger is at least 10 times the other."""
+    low, high = min(values), max(values)
+    is_wide = low > 0 and high >= 10 * low
+    if is_whole:
+        return (tune.lograndint if is_wide else tune.randint)(int(low), int(high) + 1)
+    return (tune.loguniform if is_wide else tune.uniform)(low, high)
+
+
+def _band_rule(sweep: Sweep) -> BandRule | None:
+    """Return the rule that ends trials which cannot end in the band; None if the sweep ends none, or τ is not free."""
+    config, section = sweep.config, sweep.config.sweep
+    temperature = config.base.temperature
+    if not temperature.has_free_tau or (section.search != "band" and section.scheduler not in ("asha", "median")):
+        return None
+    tau_min, tau_max = temperature.tau_range
+    return BandRule(band=section.band, tau_min=tau_min, tau_max=tau_max, num_steps=config.base.run.num_steps)
+
+
+def _calibrate_rho(sweep: Sweep) -> float | None:
+    """Return the first ρ to try, or None if nothing is known beforehand.
+
+    For a frozen language model whose first axis is ρ, it is the ρ whose mean optimal temperature is in the middle of the
+    band.
+    """
+    config = sweep.config
+    base, band = config.base, config.sweep.band
+    if not (
+        isinstance(base, LanguageModelConfig)
+        and base.model.is_frozen
+        and next(iter(config.sweep.values)) == "temperature.rho"
+    ):
+        return None
+    temperature = dataclasses.replace(
+        base.temperature, rho=None, target_entropy=None, calibrated_tau=math.sqrt(band[0] * band[1])
+    )
+    prepared = make_language_model_plan(dataclasses.replace(base, temperature=temperature)).prepare()
+    prepared.write_records(config.run.directory)  # so that a continued search begins with the same ρ
+    return float(prepared.outcome["rho"])
+
+
+def _read_runs(config: SweepConfig[Any]) -> Runs:
+    """Return the runs in the sweep's directory: name → point, and the outcome if it has one."""
+    filesystem, path = resolve(config.run.directory)
+    runs: Runs = {}
+    for entry in filesystem.get_file_info(FileSelector(path, allow_not_found=True)):
+        if entry.type != FileType.Directory:
+            continue
+        directory = f"{config.run.directory}/{entry.base_name}"
+        held = read_json(f"{directory}/configuration.json")
+        if held is not None and all(field in held for field in config.sweep.values):
+            point = {field: float(held[field]) for field in config.sweep.values}
+            runs[entry.base_name] = point, read_json(f"{directory}/outcome.json")
+    return runs
+
+
+def _finish_stopped(
+    config: SweepConfig[Any], name: str, reason: str, parent: TrackedRun | None
+) -> dict[str, Any] | None:
+    """Write the outcome of a run that Tune has ended early, from its newest checkpoint; None if it has none."""
+    directory = f"{config.run.directory}/{name}"
+    whole = list(whole_checkpoints(directory))
+    state = read_json(f"{directory}/{whole[-1]}/state.json") if whole else None
+    if state is None or not state["validations"]:
+        return None
+    child = find_child(parent, name) if parent else None
+    held = read_json(f"{directory}/configuration.json") or {}
+    validations = [{"step": step, "scores": scores} for step, scores in state["validations"]]
+    outcome = {
+        "run": name,
+        "directory": directory,
+        "export": f"{directory}/export",
+        "num_steps": state["step"],
+        "started_at_step": int(str(held.get("run.start_from", "")).rpartition("@")[2] or 0),
+        "stopped": reason,
+        "validation": validations[-1]["scores"],
+        "validations": validations,
+        "best_rating": state["best_rating"],
+        "seconds_trained": state["seconds_trained"],
+        "world_size": state["world_size"],
+        "mlflow_run_id": child.run_id if child else None,
+        "mlflow_experiment_id": child.experiment_id if child else None,
+        "tracking_uri": masked(child.uri) if child else "",
+    }
+    write_json(f"{directory}/outcome.json", outcome)
+    if child:
+        with survive_outage(f"the end of {name}"):
+            send_metrics(child, state["unsent_metrics"])
+            finish_run(child, status="FINISHED", artifacts=None, metrics={}, tags={"stopped": reason})
+    print(f"{name} was stopped after {state['step']} steps: {reason}", flush=True)
+    return outcome
+
+
+def _export_best(sweep: Sweep, best: Row | None) -> None:
+    """Export the best trial from its best checkpoint if it was ended early, so that nothing else has exported it whole."""
+    if best is None or not best.stopped:
+        return
+    config = sweep.config
+    directory = f"{config.run.directory}/{best.name}"
+    output = f"{config.run.directory}/export"
+    checkpoint = best_checkpoint(directory)
+    if not checkpoint or exists(output):
+        return
+    trial = place_trial(with_values(config.base, best.point), config.run, best.name)
+    late = find_checkpoint(directory, int(checkpoint.rpartition("-")[2]), output)
+    make_late_export(sweep.make_plan(configure(trial, late)), late)
+    print(f"  model     {output}", flush=True)
+
+
+class _ProgressLines(tune.Callback):
+    """Prints a line for every trial that ends."""
+
+    def __init__(self, num_trials: int) -> None:
+        self._num_trials, self._num_ended, self._started = num_trials, 0, time.monotonic()
+
+    def on_trial_complete(self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any) -> None:
+        """Print how a trial ended that did not raise an error."""
+        scores = trial.last_result
+        self._print_line(
+            trial,
+            f"mean τ {scores.get('tau_mean', math.nan):.4f}, {TITLE} {loss_of(scores):.4f}, step {scores.get('step', 0)}",
+        )
+
+    def on_trial_error(self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any) -> None:
+        """Print that a trial has failed."""
+        self._print_line(trial, "FAILED")
+
+    def _print_line(self, trial: TuneTrial, text: str) -> None:
+        self._num_ended += 1
+        passed = clock(time.monotonic() - self._started)
+        values = ", ".join(f"{field} {value:.6g}" for field, value in sorted(trial.config.items()))
+        print(f"trial {self._num_ended} of at most {self._num_trials} after {passed}: {values}: {text}", flush=True)
+
+
+def _publish(
+    sweep: Sweep, parent: TrackedRun | None, runs: Runs, errors: Mapping[str, str], table: pd.DataFrame
+) -> Results[Row]:
+    """Write the results of all trials, log them to the parent run, export the best one, and return them."""
     config, band = sweep.config, sweep.config.sweep.band
-    failed = {**record.final_failures, **outcomes.failed}
-    record.save(failed)
-    rows = [
-        make_row(name, point, outcomes.finished.get(name), failed.get(name, ""), band)
-        for name, point in record.points.items()
-    ]
+    rows = [make_row(name, point, outcome, errors.get(name, ""), band) for name, (point, outcome) in runs.items()]
     best, _ = choose(rows, band)
     num_combinations = math.prod(map(len, config.sweep.values.values()))
-    return publish(
+    content = io.BytesIO()
+    table.to_parquet(content)
+    results = publish(
         config.run,
         parent,
         rows=rows,
@@ -104,18 +360,20 @@ def _publish(sweep: Sweep, parent: TrackedRun | None, record: RoundRecord, outco
             "configuration": dataclasses.asdict(config),
             "rows": [dataclasses.asdict(row) for row in rows],
         },
-        files={"report.html": as_page(config.run.name, rows, band)},
+        files={"report.html": as_page(config.run.name, rows, band), "trials.parquet": content.getvalue()},
         metrics={
             "num_in_band": sum(row.is_in_band for row in rows),
-            "num_failed": len(failed),
+            "num_failed": len(errors),
             "num_steps": sum(row.num_steps for row in rows),
             **best_values(config.sweep.values, best),
         },
         tags={BEST_RUN_TAG: best.name} if best else None,
-        failed=failed,
+        failed=errors,
     )
+    _export_best(sweep, best)
+    return results
 
 
 def _describe_outcome(outcome: Mapping[str, Any]) -> str:
-    stopped = f"; stopped: {outcome['stopped']}" if outcome["stopped"] else ""
-    return f"mean τ {tau_mean(outcome):.4f}, {TITLE} {loss_of(outcome['validation']):.4f}{stopped}"
+    tau = float(outcome["validation"].get("tau_mean", math.nan))
+    return f"mean τ {tau:.4f}, {TITLE} {loss_of(outcome['validation']):.4f}"

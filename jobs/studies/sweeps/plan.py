@@ -7,15 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ray.tune.schedulers import TrialScheduler
-
 from jobs.engine.identity import configuration_hash
 from jobs.engine.launch import tracking_uri
 from jobs.engine.task import Plan
 from jobs.studies.sweeps.config import SweepConfig
-from jobs.studies.sweeps.objective import TITLE
-from jobs.studies.sweeps.schedulers import make_asha
-from jobs.studies.sweeps.search import list_corners
+from jobs.studies.sweeps.search import TITLE, list_corners
 from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.dual_encoder.plan import make_plan as make_clip_plan
 from jobs.tasks.language_model.plan import make_plan as make_language_model_plan
@@ -30,9 +26,6 @@ class Sweep:
     make_plan: Callable[[Any], Plan]
     plans: Sequence[Plan]
     """Plans of the first round's trials, followed by those of the trials at the ends of the axes."""
-    scheduler: TrialScheduler | None = None
-    """Ends trials of a grid or random search early; None: nothing does. It may be any scheduler of Ray Tune that
-    `jobs.studies.sweeps.schedulers` describes, with `time_attr="step"` and a score of the validation as its metric."""
 
     @property
     def shares_base(self) -> bool:
@@ -53,9 +46,7 @@ class Sweep:
         config, run = self.config, self.config.run
         axes = ", ".join(f"{name} {min(axis):g} to {max(axis):g}" for name, axis in config.sweep.values.items())
         limit = "at most " if config.sweep.search == "band" else ""
-        early = f", ended early by {type(self.scheduler).__name__}" if self.scheduler else ""
-        if config.sweep.is_population:
-            early = f", a population in {config.sweep.num_generations} generations"
+        early = "" if config.sweep.scheduler == "none" else f", scheduler {config.sweep.scheduler}"
         side_by_side = "side by side on one frozen base, " if self.shares_base else ""
         return (
             f"sweep        {run.name} in {run.directory} (configuration {configuration_hash(config)})\n"
@@ -82,5 +73,4 @@ def make_sweep(config: SweepConfig[Any]) -> Sweep:
         config=config,
         make_plan=make_plan,
         plans=[make_plan(trial) for trial in trials],
-        scheduler=make_asha(trials[0].run.num_steps) if config.sweep.scheduler == "asha" else None,
     )

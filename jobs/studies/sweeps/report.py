@@ -13,7 +13,7 @@ from typing import Any
 import matplotlib
 
 from jobs.engine.tables import markdown_table
-from jobs.studies.sweeps.objective import LOSS, TITLE, loss_of
+from jobs.studies.sweeps.search import LOSS, TITLE, loss_of
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -1,7 +1,12 @@
-"""The searches of a sweep: rounds of points, in which a round may be chosen from the results of the previous ones.
+"""Points of a sweep, and by what trials are compared.
 
 A search is a generator: it yields the points of a round and is sent their results. It depends on nothing else, so a
 sweep that was interrupted repeats the same search, and finds the finished trials in their directories.
+
+The objective among trials in the band is a validation loss that is comparable between them, the lower the better. For
+language models it is −log p of the next token; for dual encoders, −log p of the matching partner among all held-out ones
+(`tempnet.contrastive.retrieval.cross_entropy`); both at the model's own temperatures. The training loss is not comparable,
+because it depends on ρ.
 """
 
 from __future__ import annotations
@@ -19,7 +24,17 @@ Point: TypeAlias = dict[str, float]
 Axes: TypeAlias = Mapping[str, Sequence[float]]
 """Axes of a sweep: field → its values. Searches that also try values in between use the smallest and the largest as ends."""
 
+LOSS = "cross_entropy_tau"
+"""Name of the objective among the scores of a validation."""
+TITLE = "cross-entropy at τ"
+"""Name of the objective in tables and messages."""
+
 _NUM_DIGITS = 4
+
+
+def loss_of(scores: Mapping[str, float]) -> float:
+    """Returns the objective of a validation, in nats; NaN if it has none."""
+    return float(scores.get(LOSS, math.nan))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

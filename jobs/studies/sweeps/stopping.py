@@ -1,8 +1,7 @@
-"""The rules that stop trials early.
+"""The rules of a band search that end trials early.
 
-A trial of a band search is stopped if its mean temperature has settled outside the band, if it diverges, or if others
-with the same number of steps are better (asynchronous successive halving, arXiv 1810.05934). A trial of another sweep
-is stopped if it diverges, or if the sweep's scheduler says so (`jobs.studies.sweeps.schedulers`).
+A trial ends if its mean temperature has settled outside the band, or if others with the same number of steps are better
+(asynchronous successive halving, arXiv 1810.05934).
 """
 
 from __future__ import annotations
@@ -12,11 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import ray
-from ray.actor import ActorHandle
-
-from jobs.engine.watch import Validation, Watch
-from jobs.studies.sweeps.objective import TITLE, loss_of
+from jobs.engine.watch import Validation
+from jobs.studies.sweeps.search import loss_of
 
 Rank: TypeAlias = tuple[bool, float]
 """(whether the mean temperature is in the band, −loss); the higher the better."""
@@ -62,22 +58,6 @@ class BandRule:
         return ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRule:
-    """Ends a run with its generation (`jobs.studies.sweeps.population`)."""
-
-    number: int
-    """Number of the generation, from 1."""
-    num_generations: int
-    last_step: int
-    """Step of a validation, after which the generation is over."""
-
-    def reason_to_stop(self, validations: Sequence[Validation]) -> str:
-        """Returns that the generation is over, or an empty string."""
-        is_over = validations[-1].step >= self.last_step
-        return f"generation {self.number} of {self.num_generations} is over" if is_over else ""
-
-
 class Halving:
     """Asynchronous successive halving: a trial goes on if it is in the better half of the trials that reached the rung.
 
@@ -110,27 +90,3 @@ def rank_of(validation: Validation, band: tuple[float, float]) -> Rank:
     """Returns the rank of a validation: being in the band counts first, then the loss."""
     scores = validation.scores
     return band[0] <= scores.get("tau_mean", math.nan) <= band[1], -loss_of(scores)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialWatch:
-    """Decides when to stop one trial; see `jobs.engine.watch.Watch`."""
-
-    trial: str
-    rule: Watch | None = None
-    """A rule about this trial alone: that its mean temperature can end in the band, or that its generation ends; None: there
-    is none."""
-    race: ActorHandle | None = None
-    """Actor with a method `goes_on`, such as `Halving`, that the trials share; None: it does not compete with others."""
-
-    def reason_to_stop(self, validations: Sequence[Validation]) -> str:
-        """Returns why to stop the trial, or an empty string; checks divergence, then the rule, then other trials."""
-        last = validations[-1]
-        loss = loss_of(last.scores)
-        if not math.isfinite(loss):
-            return f"it diverges: {TITLE} is {loss} at step {last.step}"
-        if self.rule and (reason := self.rule.reason_to_stop(validations)):
-            return reason
-        if self.race is not None and not ray.get(self.race.goes_on.remote(self.trial, validations)):
-            return f"other trials are better at step {last.step}: {TITLE} {loss:.4f}"
-        return ""

@@ -1,56 +1,83 @@
-"""Running many training runs as the trials of one Ray Tune experiment, as many at a time as fit into the cluster.
+"""Running many training runs as trials, as many at a time as fit into the cluster, each driven by a task of Ray.
 
 A trial is an ordinary run with its own directory, checkpoints and outcome. From these it is recognised when the job is
-started again: a finished trial is not repeated, and an interrupted one continues. Tune's own state is never read back.
-A trial that fails, by an error or because its process was killed, is reported as failed and does not end the others.
+started again: a finished trial is not repeated, and an interrupted one continues. A trial that fails, by an error or
+because its process was killed, is reported as failed and does not end the others. Sweeps, which search and end trials
+early, run their trials with Ray Tune (`jobs.studies.sweeps`).
 """
 
 from __future__ import annotations
 
-import logging
+import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import ray
-from ray import cloudpickle, tune
 
 from jobs.engine.cluster import check_resources
 from jobs.engine.config import TrainingConfig
-from jobs.engine.launch import train
+from jobs.engine.console import clock
+from jobs.engine.identity import flatten
+from jobs.engine.launch import claim_directory, train
 from jobs.engine.lease import Lease
 from jobs.engine.masking import masked
+from jobs.engine.recording import record_end
 from jobs.engine.tags import origin_tags
 from jobs.engine.task import Plan
 from jobs.engine.tracking import TrackedRun, end_children, mark_if_ended, survive_outage
+from jobs.engine.watch import Watch
 from jobs.scoring.mlflow_models.run import record_models
-from jobs.studies.trials.progress import ProgressLines
-from jobs.studies.trials.searcher import NO_OUTCOME, RoundSearcher
-from jobs.studies.trials.trial import Outcomes, Rounds, Trial
-from jobs.studies.trials.trial_start import calling_trials_that_live
-from pipelines.storage import resolve
+from pipelines.storage import read_json
 
-# Logical CPUs of the process that drives a trial; the trial's workers have their own.
 DRIVER_CPUS = 0.01
+"""Logical CPUs of the process that drives a trial; the trial's workers have their own."""
 _SECONDS_OF_OUTAGE = 1800.0
 
-# Tune's own output files and printing are not needed: runs have their own directories, MLflow runs and lines. Tune's
-# handling of Ctrl-C is turned off, since it would end only the trials, which would then be reported as failed. Here
-# Ctrl-C ends the job.
-_TUNE_ENVIRONMENT = {
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",
-    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
-    "RAY_AIR_NEW_OUTPUT": "0",
-    "TUNE_DISABLE_SIGINT_HANDLER": "1",
-}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A training run to be made."""
+
+    config: TrainingConfig
+    make_plan: Callable[[Any], Plan]
+    keep_checkpoints: bool = True
+    """Whether to keep the checkpoints; False: they are deleted once the run has an outcome."""
+    watch: Watch | None = None
+    """A rule that may end the run early; None: it runs to its end."""
+
+    @property
+    def name(self) -> str:
+        """Name of the run, unique within its storage."""
+        return self.config.run.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcomes:
+    """The outcomes of the trials, in the order in which the trials were requested."""
+
+    finished: Mapping[str, dict[str, Any]]
+    """Name of a finished trial → its outcome."""
+    failed: Mapping[str, str]
+    """Name of a failed trial → its error."""
+
+
+Rounds: TypeAlias = Generator[Sequence[Trial], Outcomes, None]
+"""Generator that yields the trials of a round, which may run concurrently, and is sent the outcomes of all so far."""
+
+
+def one_round(trials: Sequence[Trial]) -> Rounds:
+    """Yields all trials in a single round."""
+    yield trials
 
 
 def run_trials(
     rounds: Rounds,
     *,
-    length: float,
+    length: int,
     directory: str,
     parent: TrackedRun | None,
     num_concurrent: int,
@@ -61,8 +88,8 @@ def run_trials(
 
     Args:
         rounds: yields the trials, at least one; a round may depend on the outcomes of the previous ones.
-        length: maximum length of all rounds together, in whole trials; used to report progress.
-        directory: where Tune writes its files.
+        length: number of trials of all rounds together; used to report progress.
+        directory: path or URI of the job, of which only one driver may run the trials.
         parent: the MLflow parent run of the trials' runs. If it is ended, so are they.
         num_concurrent: maximum number of trials at a time; 0: as many as fit into the cluster.
         data_cpus: logical CPUs that each trial uses to read data.
@@ -72,54 +99,93 @@ def run_trials(
         ValueError: if the cluster cannot run so many trials at a time, if a trial's directory holds another
             configuration, or if another driver is running these trials.
     """
+    finished: dict[str, dict[str, Any]] = {}
+    failed: dict[str, str] = {}
+    num_before, started = 0, time.monotonic()
     with Lease(directory), mark_if_ended(parent):
-        searcher = RoundSearcher(rounds)
-        print(f"trials finished before: {len(searcher.finished)}, in {directory}", flush=True)
-        if searcher.is_over:
-            return searcher.outcomes()
-        num_at_once = find_room(searcher.first.config, data_cpus, num_concurrent)
-        progress = ProgressLines(searcher, length, describe)
-        errors = _run_tune(searcher, progress, directory=directory, parent=parent, num_at_once=num_at_once)
-        if searcher.error is not None:
-            raise searcher.error
-        outcomes = searcher.outcomes()
-        if parent is not None and outcomes.failed:
+        trials = next(rounds)
+        while True:
+            waiting = []
+            for trial in trials:
+                if (outcome := claim_directory(trial.config)) is None:
+                    waiting.append(trial)
+                else:
+                    finished[trial.name] = outcome
+                    num_before += 1
+                    record_end(trial.config, outcome, record_models)
+            print(f"trials finished before: {num_before}, in {directory}", flush=True)
+            for trial, reason in _run_round(waiting, parent, num_concurrent, data_cpus):
+                if outcome := read_json(f"{trial.config.run.directory}/outcome.json"):
+                    finished[trial.name] = outcome
+                else:
+                    failed[trial.name] = reason
+                num_done = len(finished) + len(failed)
+                seconds_left = (time.monotonic() - started) / (num_done - num_before) * max(0, length - num_done)
+                text = describe(outcome) if outcome else "FAILED"
+                print(f"{num_done / length:4.0%}  {trial.name}  {text}  {clock(seconds_left)} left", flush=True)
+            try:
+                trials = rounds.send(Outcomes(finished=finished, failed=failed))
+            except StopIteration:
+                break
+        if parent is not None and failed:
             with survive_outage("the end of the trials that failed"):
                 end_children(parent, "FAILED")  # a trial whose process was killed could not record this itself
-        failed = {name: errors.get(name, error) for name, error in outcomes.failed.items()}
-        return Outcomes(finished=outcomes.finished, failed=failed)
+    return Outcomes(finished=finished, failed=failed)
 
 
-def _run_tune(
-    searcher: RoundSearcher, progress: ProgressLines, *, directory: str, parent: TrackedRun | None, num_at_once: int
-) -> dict[str, str]:
-    """Run the trials and return name → a line that describes how it ended, which is an error if it has no outcome."""
-    os.environ |= _TUNE_ENVIRONMENT
-    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
-    filesystem, path = resolve(directory)
-    run_trial = tune.with_parameters(
-        _run_trial,
-        parent_run_id=parent.run_id if parent else "",
-        directory=os.getcwd(),
-        num_at_once=num_at_once,
-        origin=origin_tags(),
-        tracking_uri=searcher.first.config.tracking.uri,
+def _run_round(
+    trials: Sequence[Trial], parent: TrackedRun | None, num_concurrent: int, data_cpus: float
+) -> Iterable[tuple[Trial, str]]:
+    """Run trials, and yield each one that has ended with its error, if it has one."""
+    if not trials:
+        return
+    num_at_once = find_room(trials[0].config, data_cpus, num_concurrent)
+    run: Any = ray.remote(_run_trial)  # type: ignore[arg-type]  # Ray's annotations know no keywords
+    waiting, running = list(trials), dict[Any, Trial]()
+    while waiting or running:
+        while waiting and len(running) < num_at_once:
+            trial = waiting.pop(0)
+            ref = run.options(num_cpus=DRIVER_CPUS, max_retries=0).remote(
+                trial,
+                parent_run_id=parent.run_id if parent else "",
+                directory=os.getcwd(),
+                shares_cores=min(num_at_once, len(trials)) > 1,
+                origin=origin_tags(),
+            )
+            running[ref] = trial
+        (ref,), _ = ray.wait(list(running))
+        trial, error = running.pop(ref), None
+        try:
+            ray.get(ref)
+        except Exception as raised:
+            error = raised
+        yield trial, describe_error(error)
+
+
+def _run_trial(
+    trial: Trial, *, parent_run_id: str, directory: str, shares_cores: bool, origin: Mapping[str, str]
+) -> None:
+    """Run one trial, in a process that is used for further trials.
+
+    Args:
+        trial: the trial.
+        parent_run_id: ID of the MLflow parent run; empty if nothing is tracked.
+        directory: the directory in which the job was started; relative paths refer to it.
+        shares_cores: whether other trials run at the same time; one that is alone uses all cores.
+        origin: the `origin_tags` of the job's driver.
+    """
+    if os.path.isdir(directory):
+        os.chdir(directory)
+    train(
+        make_plan_in_outage(trial),
+        parent_run_id=parent_run_id,
+        with_progress=False,
+        watch=trial.watch,
+        keep_checkpoints=trial.keep_checkpoints,
+        shares_cores=shares_cores,
+        origin=origin,
+        record_models=record_models,
     )
-    tuner = tune.Tuner(
-        tune.with_resources(run_trial, {"CPU": DRIVER_CPUS}),
-        tune_config=tune.TuneConfig(
-            search_alg=searcher, num_samples=-1, max_concurrent_trials=num_at_once, reuse_actors=True
-        ),
-        run_config=tune.RunConfig(
-            name="tune", storage_path=path, storage_filesystem=filesystem, verbose=0, callbacks=[progress]
-        ),
-    )
-    with calling_trials_that_live():
-        results = tuner.fit()
-    return {
-        (result.config or {})["name"]: describe_error(result.error)
-        for result in (results[number] for number in range(len(results)))
-    }
 
 
 def find_room(config: TrainingConfig, data_cpus: float, num_concurrent: int = 0) -> int:
@@ -150,42 +216,6 @@ def find_room(config: TrainingConfig, data_cpus: float, num_concurrent: int = 0)
     return num_concurrent or room
 
 
-def _run_trial(
-    settings: Mapping[str, Any],
-    *,
-    parent_run_id: str,
-    directory: str,
-    num_at_once: int,
-    origin: Mapping[str, str],
-    tracking_uri: str,
-) -> None:
-    """Run one trial, in a process that is reused for further trials.
-
-    Args:
-        settings: the pickled trial, its name, and whether it is alone in its round.
-        parent_run_id: id of the MLflow parent run; empty if nothing is tracked.
-        directory: the directory in which the job was started; relative paths refer to it.
-        num_at_once: maximum number of trials that run at a time. The only trial of a round uses all cores.
-        origin: the `origin_tags` of the job's driver.
-        tracking_uri: MLflow URI of all trials. It may contain a password, so it is not part of the trial, which Tune
-            would write to disk.
-    """
-    if os.path.isdir(directory):
-        os.chdir(directory)
-    trial: Trial = cloudpickle.loads(settings["trial"]).with_tracking_uri(tracking_uri)
-    train(
-        make_plan_in_outage(trial),
-        parent_run_id=parent_run_id,
-        with_progress=False,
-        watch=trial.watch,
-        keep_checkpoints=trial.keep_checkpoints,
-        shares_cores=num_at_once > 1 and not settings["is_alone"],
-        origin=origin,
-        record_models=record_models,
-    )
-    tune.report({"finished": 1})
-
-
 def make_plan_in_outage(trial: Trial, seconds_between: float = 10.0) -> Plan:
     """Returns the trial's plan; if MLflow does not answer, waits and tries again, as running trials do in an outage.
 
@@ -205,5 +235,26 @@ def make_plan_in_outage(trial: Trial, seconds_between: float = 10.0) -> Plan:
 
 def describe_error(error: Exception | None) -> str:
     """Returns the last line of an error's text, which describes the original error."""
-    lines = str(getattr(error, "cause", None) or error or NO_OUTCOME).strip().splitlines()
+    text = getattr(error, "cause", None) or error or "the process that drives the trial ended"
+    lines = str(text).strip().splitlines()
     return masked(lines[-1]) if lines else "unknown"
+
+
+def prepare_once(plans: Iterable[Plan]) -> dict[str, tuple[str, str, str]]:
+    """Prepare the data that trials share, once for each distinct data configuration. Ray must be running.
+
+    Trials that prepared them at the same time would write the same files.
+
+    Returns:
+        context → (name, digest, source URI), for MLflow. The contexts of the second data configuration are `train-1`
+            and so on.
+    """
+    distinct: dict[str, Plan] = {}
+    for plan in plans:
+        data = {name: value for name, value in flatten(plan.config).items() if name.startswith("data.")}
+        distinct.setdefault(json.dumps(data, sort_keys=True), plan)
+    data_sets: dict[str, tuple[str, str, str]] = {}
+    for number, plan in enumerate(distinct.values()):
+        for context, data_set in plan.prepare().data_sets.items():
+            data_sets[f"{context}-{number}" if number else context] = data_set
+    return data_sets

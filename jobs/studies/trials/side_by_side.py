@@ -15,7 +15,7 @@ from jobs.engine.recording import record_end
 from jobs.engine.tags import origin_tags
 from jobs.engine.tracking import TrackedRun, end_children, mark_if_ended, survive_outage
 from jobs.scoring.mlflow_models.run import record_models
-from jobs.studies.trials.trial import Outcomes, Trial
+from jobs.studies.trials.run import Outcomes, Trial
 
 
 def run_side_by_side(

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import pickletools
+import signal
+import tempfile
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,7 +16,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from jobs.engine.checkpoint import FRESH_STATE, SafeCheckpointEngine, read_state
+from jobs.engine.checkpoint import FRESH_STATE, SafeCheckpointEngine, _process_directory, read_state, upload_part
 from jobs.engine.config import RunSection, TrainingConfig
 from jobs.engine.job import FatalTrainingError
 
@@ -60,3 +64,41 @@ def test_what_concerns_another_run_alone_is_not_taken_over(tmp_path: Path) -> No
     config = replace(CONFIG, run=replace(CONFIG.run, start_from="other@40"))
     started = read_state(tmp_path, config, order_version=1)
     assert started == replace(own, best_rating=None, unsent_metrics=[], store_retries=0)
+
+
+def test_a_part_that_cannot_be_uploaded_leaves_no_copy(tmp_path: Path) -> None:
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "state.json").write_text("{}")
+    (tmp_path / "run").write_text("a file in the place of the run's directory")
+    with pytest.raises(OSError, match="run"):
+        upload_part(tmp_path / "part", str(tmp_path / "run" / "checkpoint-00000005"), rank=0, world_size=1, group="")
+    assert not (tmp_path / "part").exists()
+
+
+def test_what_a_killed_process_has_left_is_deleted_by_the_next_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    pids = []
+    for number in range(2):
+        if not (pid := os.fork()):
+            directory = _process_directory.__wrapped__()
+            (directory / "part").write_bytes(bytes(1000))
+            (tmp_path / f"ready-{number}").touch()
+            time.sleep(60)
+            os._exit(0)
+        pids.append(pid)
+        while not (tmp_path / f"ready-{number}").exists():
+            time.sleep(0.01)
+    try:
+        before = sorted(tmp_path.glob("tempnet-checkpoints-*"))
+        assert len(before) == 2
+        os.kill(pids[0], signal.SIGKILL)
+        os.waitpid(pids[0], 0)
+        own = _process_directory.__wrapped__()
+        left = set(tmp_path.glob("tempnet-checkpoints-*")) - {own}
+        assert len(left) == 1
+        assert left < set(before)
+    finally:
+        os.kill(pids[1], signal.SIGKILL)
+        os.waitpid(pids[1], 0)

@@ -15,7 +15,7 @@ from jobs.engine.config import TrainingConfig
 from jobs.engine.fields import absolute_path, resolve_fields
 from jobs.engine.fingerprints import model_digest, tempnet_digest
 from jobs.engine.identity import configuration_hash, differences, fixed_values, flatten, with_fields
-from jobs.engine.task_record import configuration_from, read_task, write_task
+from jobs.engine.late_export import configuration_from, read_task, write_task
 from jobs.tasks.presets.language_models import PRESETS
 from tempnet import TempNet, TempNetConfig
 from tempnet.fingerprints import files_digest

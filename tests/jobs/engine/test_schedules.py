@@ -18,8 +18,8 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from jobs.engine.contrastive import ContrastiveSection
+from jobs.engine.deepspeed_engine import decay_with_warmup, keeping_settings
 from jobs.engine.rho import ContrastiveSteering, RhoSteering
-from jobs.engine.schedules import decay_with_warmup, keeping_settings
 from jobs.tasks.dual_encoder.task import ClipTask
 from jobs.tasks.language_model.config import TemperatureSection
 from jobs.tasks.language_model.task import LanguageModelTask

@@ -45,8 +45,7 @@ from jobs.engine.tracking_store import (
     sqlite_file,
 )
 from jobs.scoring.mlflow_models.run import record_models
-from jobs.studies.trials.run import make_plan_in_outage
-from jobs.studies.trials.trial import Trial
+from jobs.studies.trials.run import Trial, make_plan_in_outage
 from jobs.tasks.presets.language_models import PRESETS
 from pipelines.file_locks import open_locked
 

@@ -30,7 +30,7 @@ from jobs.studies.reproduction.runs import list_needed_paths
 from jobs.studies.reproduction.scoring import FinishedRun, History, Place
 from jobs.studies.reproduction.table import StudyResult, as_content, as_markdown
 from jobs.studies.reproduction.verdicts import UNSEEN, Judged, judge, judge_claim, judge_estimate
-from jobs.studies.trials.trial import Outcomes, Rounds
+from jobs.studies.trials.run import Outcomes, Rounds
 from jobs.tasks.classifier.config import ClassifierConfig
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.presets.language_models import PRESETS

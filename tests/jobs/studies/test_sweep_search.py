@@ -1,4 +1,4 @@
-"""Searches on known functions, with trials that fail, and population based training: who is given up for whom."""
+"""Searches on known functions, with trials that fail."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.studies.sweeps.band_search import search_band
-from jobs.studies.sweeps.population import breed, last_steps
+from jobs.studies.sweeps.band_search import next_value, search_band
 from jobs.studies.sweeps.search import Point, PointResult, Search, search_grid, search_randomly
-from jobs.studies.sweeps.temperature_line import next_value
 
 RHO, RATE = "temperature.rho", "optimizer.learning_rate_tempnet"
 AXES = {RHO: [2.0, 4.5], RATE: [1e-3, 3e-3, 1e-2, 2e-2]}
@@ -223,76 +221,3 @@ def test_noise_decides_no_direction_and_a_bracket_is_never_left() -> None:
     value = next_value([(2.0, 1.9), (3.0, 1.2), (4.0, 0.2)], ends=(2.0, 4.5), band=BAND, start=3.0)
     assert value is not None
     assert 3.0 < value < 4.0
-
-
-POPULATION_AXES = {RHO: [1.0, 4.0, 2.0], RATE: [1e-4, 1e-2]}
-populations = st.lists(
-    st.builds(
-        lambda rho, rate, tau, loss: PointResult(point={RHO: rho, RATE: rate}, tau_mean=tau, loss=loss, share=0.5),
-        st.floats(1.0, 4.0).map(lambda value: float(f"{value:.4g}")),
-        st.floats(1e-4, 1e-2).map(lambda value: float(f"{value:.4g}")),
-        st.sampled_from([0.5, 0.8, math.nan]),
-        st.one_of(st.floats(0.0, 9.0), st.just(math.nan), st.just(math.inf)),
-    ),
-    min_size=2,
-    max_size=20,
-)
-
-
-def is_better(one: PointResult, other: PointResult) -> bool:
-    in_band = [BAND[0] <= result.tau_mean <= BAND[1] for result in (one, other)]
-    return in_band[0] if in_band[0] != in_band[1] else one.loss < other.loss
-
-
-@given(populations, st.integers(0, 99))
-def test_only_the_worst_give_way_to_the_best(results: list[PointResult], seed: int) -> None:
-    members = breed(results, axes=POPULATION_AXES, band=BAND, rng=np.random.default_rng(seed))
-    if not any(math.isfinite(result.loss) for result in results):
-        assert members == []
-        return
-    assert len(members) == len(results)
-    num_moved = min(math.ceil(len(results) / 5), len(results) // 2)
-    finite = [result for result in results if math.isfinite(result.loss)]
-    moved = [number for number, member in enumerate(members) if member.parent != number]
-    failed = [number for number, result in enumerate(results) if not math.isfinite(result.loss)]
-    assert set(failed) <= set(moved)
-    assert len(moved) == max(num_moved, len(failed))
-    for number, member in enumerate(members):
-        assert member.parent is not None
-        parent = results[member.parent]
-        if number not in moved:
-            assert member.point == parent.point
-            continue
-        # At most so many others are better than a parent, and none that stays is worse than one that is given up.
-        assert sum(is_better(result, parent) for result in finite) < num_moved
-        if number not in failed:
-            assert not any(is_better(results[number], results[kept]) for kept in set(range(len(results))) - set(moved))
-        for name, value in member.point.items():
-            low, high = min(POPULATION_AXES[name]), max(POPULATION_AXES[name])
-            tried = [float(f"{min(max(parent.point[name] * factor, low), high):.4g}") for factor in (0.8, 1.2)]
-            assert value in tried
-            assert value != parent.point[name]
-
-
-def test_the_same_results_lead_to_the_same_generation() -> None:
-    points = [{"temperature.rho": 1.0 + number} for number in range(4)]
-    results = [PointResult(point=point, tau_mean=0.8, loss=point["temperature.rho"], share=0.5) for point in points]
-    generations = [
-        breed(results, axes={"temperature.rho": [1.0, 4.0]}, band=BAND, rng=np.random.default_rng(3)) for _ in range(2)
-    ]
-    assert generations[0] == generations[1]
-    assert [member.parent for member in generations[0]] == [0, 1, 2, 0]
-    assert generations[0][3].point == {"temperature.rho": 1.2}  # .8 lies outside the axis, and 1 is the parent's own
-
-
-@given(st.integers(2, 9), st.integers(1, 50), st.data())
-def test_every_generation_has_a_validation(num_generations: int, every: int, data: st.DataObject) -> None:
-    num_steps = data.draw(st.integers(every * num_generations, 2000))
-    ends = last_steps(num_steps, num_generations=num_generations, validation_every=every)
-    assert len(ends) == num_generations
-    assert ends == sorted(set(ends))
-    assert all(end % every == 0 for end in ends[:-1])
-    assert ends[-1] == num_steps
-    # Each but the last ends at the first validation after its share of the steps.
-    waits = [end * num_generations - number * num_steps for number, end in enumerate(ends[:-1], start=1)]
-    assert all(0 <= wait < every * num_generations for wait in waits)

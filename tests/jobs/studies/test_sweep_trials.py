@@ -1,28 +1,32 @@
-"""Trials of a sweep are ended early by rules, and a sweep that is continued asks for the same trials, whatever failed."""
+"""Trials of a sweep are ended early by rules, and a band search asks Tune for the trials that it would ask for itself."""
 
 from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ray.tune.schedulers import MedianStoppingRule
 from ray.tune.search import Searcher
 
+from jobs.engine.checkpoint import FRESH_STATE
+from jobs.engine.checkpoint_files import write_file_list
 from jobs.engine.command_line import parse_preset
+from jobs.engine.launch import claim_directory
+from jobs.engine.preflight import find_outcome
+from jobs.engine.resumption import checkpoint_name
 from jobs.engine.watch import Validation
-from jobs.studies.sweeps.plan import Sweep
+from jobs.studies.sweeps.band_search import search_band
+from jobs.studies.sweeps.launch import _finish_stopped, _read_runs
 from jobs.studies.sweeps.presets import PRESETS
-from jobs.studies.sweeps.round_record import RoundRecord
-from jobs.studies.sweeps.rounds import make_rounds
-from jobs.studies.sweeps.schedulers import SchedulerRace, make_asha
-from jobs.studies.sweeps.stopping import BandRule, Halving, TrialWatch
-from jobs.studies.trials.searcher import RoundSearcher
-from jobs.studies.trials.trial import Outcomes, Rounds, Trial
+from jobs.studies.sweeps.report import make_row
+from jobs.studies.sweeps.search import PointResult
+from jobs.studies.sweeps.stopping import BandRule, Halving
+from jobs.studies.sweeps.tuning import BandSearch, RuleStopper
 
 BAND = (0.7, 1.0)
 RULE = BandRule(band=BAND, tau_min=0.001, tau_max=2.0, num_steps=600)
@@ -97,155 +101,81 @@ def test_halving_looks_only_at_the_rung() -> None:
     assert halving.goes_on("d", [validate(50, 1.0)])
 
 
-@pytest.mark.parametrize("num_steps", [2, 3, 10, 300, 301])
-def test_asha_compares_trials_once_at_half_of_their_steps(num_steps: int) -> None:
-    race = SchedulerRace(make_asha(num_steps))
-    half = math.ceil(num_steps / 2)
-    steps = range(1, num_steps)
-    best = [validate(step, 1.0) for step in steps]
-    worse = [validate(step, 2.0) for step in steps]
-    late = [validate(step, 2.0 if step < half else 0.5) for step in steps]
-    assert all(race.goes_on("best", best[:count]) for count in steps)
-    assert [race.goes_on("worse", worse[:count]) for count in steps] == [step < half for step in steps]
-    assert all(race.goes_on("late", late[:count]) for count in steps)
+def report(search: BandSearch, stopper: RuleStopper, trial: str, taus: list[float], losses: list[float]) -> int:
+    """Let a trial report a validation every 50 steps until it is ended, tell the search, and return its last step."""
+    for number, (tau, loss) in enumerate(zip(taus, losses, strict=True), start=1):
+        result = {"step": 50 * number, "tau_mean": tau, "cross_entropy_tau": loss}
+        if stopper(trial, result):
+            break
+    search.on_trial_complete(trial, result)
+    return int(result["step"])
 
 
-def test_a_stop_is_final_and_validations_that_come_again_are_not_counted_twice() -> None:
-    race = SchedulerRace(make_asha(100))
-    assert race.goes_on("a", [validate(40, 1.0), validate(60, 1.0)])
-    assert not race.goes_on("b", [validate(40, 1.0), validate(60, 2.0)])
-    # The worker of the trial died and continues from its checkpoint.
-    assert not race.goes_on("b", [validate(40, 1.0)])
-    assert not race.goes_on("b", [validate(40, 1.0), validate(60, 2.0)])
+def test_a_band_search_in_the_hands_of_tune_is_the_search_by_rounds() -> None:
+    """One trial ends in the band, then three compete, of which the worst is ended at half, then the best goes on."""
+    axes = {"temperature.rho": [2.0, 4.0], "optimizer.learning_rate_tempnet": [1e-3, 2e-3, 3e-3, 4e-3]}
+    search = BandSearch(axes, band=BAND, num_steps=600, budget=5.0)
+    stopper = RuleStopper(RULE, search)
+    first = search.suggest("a")
+    assert search.suggest("b") is None  # the next round depends on this one
+    assert report(search, stopper, "a", [0.85] * 12, [5.0] * 12) == 600
+    points = {trial: search.suggest(trial) for trial in "bcd"}
+    assert search.suggest("e") is None
+    assert report(search, stopper, "c", [0.85] * 12, [6.0] * 12) == 300
+    assert "other trials are better at step 300" in stopper.reasons["c"]
+    assert report(search, stopper, "b", [0.85] * 12, [4.0] * 12) == 600
+    search.on_trial_complete("d", error=True)
+    last = search.suggest("e")
+    assert report(search, stopper, "e", [0.85] * 12, [9.0] * 12) == 600  # it was chosen alone, and does not compete
+    rounds = search_band(axes, band=BAND, budget=5.0)
+    assert next(rounds) == [first]
+    assert rounds.send([PointResult(point=dict(first), tau_mean=0.85, loss=5.0, share=1.0)]) == list(points.values())
+    shares, losses = {"b": 1.0, "c": 0.5, "d": 1.0}, {"b": 4.0, "c": 6.0, "d": math.nan}
+    results = [
+        PointResult(
+            point=dict(point), tau_mean=math.nan if trial == "d" else 0.85, loss=losses[trial], share=shares[trial]
+        )
+        for trial, point in points.items()
+    ]
+    assert rounds.send(results) == [last]
+    assert search.suggest("f") == Searcher.FINISHED
 
 
-def test_a_continued_sweep_does_not_end_trials_that_have_gone_on_before() -> None:
-    race = SchedulerRace(make_asha(100))
-    assert race.goes_on("a", [validate(50, 1.0), validate(90, 1.0)])
-    # When it was at step 50, there was nothing to compare it with.
-    assert race.goes_on("b", [validate(50, 2.0), validate(70, 2.0)])
+@pytest.mark.parametrize("rule", [RULE, None])
+def test_a_trial_without_a_finite_loss_diverges(rule: BandRule | None) -> None:
+    stopper = RuleStopper(rule)
+    assert not stopper("a", {"step": 50, "tau_mean": 0.85, "cross_entropy_tau": 5.0})
+    assert not stopper("a", {"step": 75, "checkpoint_path": "/x"})  # a checkpoint without a validation
+    assert stopper("a", {"step": 100, "tau_mean": 0.85, "cross_entropy_tau": math.nan})
+    assert stopper.reasons == {"a": "it diverges: cross-entropy at τ is nan at step 100"}
 
 
-def test_another_scheduler_that_decides_by_results_can_be_given() -> None:
-    rule: Any = MedianStoppingRule(
-        time_attr="step", metric="tau_mean", mode="min", grace_period=1, min_samples_required=2, min_time_slice=math.inf
-    )
-    race = SchedulerRace(rule)
-    assert race.goes_on("a", [validate(10, 5.0, tau=0.7)])
-    assert race.goes_on("b", [validate(10, 5.0, tau=0.8)])
-    assert not race.goes_on("c", [validate(10, 5.0, tau=0.9)])
-
-
-def test_a_trial_without_a_finite_loss_diverges() -> None:
-    for watch in (TrialWatch(trial="a", rule=RULE), TrialWatch(trial="a")):
-        validations = make_course(0.85, 0.85)
-        assert watch.reason_to_stop(validations) == ""
-        validations[-1] = validate(100, math.nan, tau=0.85)
-        assert "it diverges: cross-entropy at τ is nan at step 100" in watch.reason_to_stop(validations)
-
-
-def no_plan(config: Any) -> Any:
-    raise AssertionError
-
-
-def make_band_sweep(storage: Path) -> Sweep:
-    """Returns a band search with a budget of five trials, whose runs are stored below `storage`."""
-    words = ["gpt2-rho-lr-small", "--sweep.search", "band", "--sweep.budget", "5", "--base.run.storage", str(storage)]
-    config, _ = parse_preset(PRESETS, [*words, "--base.tracking.no-enabled"], job="sweep", purpose="")
-    Path(config.run.directory).mkdir(parents=True, exist_ok=True)
-    return Sweep(config=config, make_plan=no_plan, plans=[])
-
-
-def write_outcome(trial: Trial, tau: float) -> dict[str, Any]:
-    """Writes the outcome of a whole trial that ended with a mean temperature, and returns it."""
-    content = {
-        "num_steps": trial.config.run.num_steps,
-        "stopped": "",
-        "validation": {"tau_mean": tau, "cross_entropy_tau": 5.0},
-        "validations": [],
-    }
-    Path(trial.config.run.directory).mkdir(parents=True, exist_ok=True)
-    Path(trial.config.run.directory, "outcome.json").write_text(json.dumps(content))
-    return content
-
-
-def run_rounds(work: Sweep, taus: dict[int, float], num_rounds: int) -> tuple[RoundRecord, list[list[str]]]:
-    """Run some rounds, and return their record and the names of the trials that they ask for.
-
-    `taus` maps the number of a trial to the mean temperature that it ends with; with NaN it fails.
-    """
-    record = RoundRecord(work.config.run.directory)
-    rounds = make_rounds(work, record)
-    asked: list[list[str]] = []
-    finished: dict[str, Any] = {}
-    failed: dict[str, str] = {}
-    trials = next(rounds)
-    while True:
-        asked.append([trial.name for trial in trials])
-        for trial in trials:
-            path = Path(trial.config.run.directory, "outcome.json")
-            tau = taus[sum(map(len, asked)) - 1]
-            if path.exists():
-                finished[trial.name] = json.loads(path.read_text())
-            elif math.isnan(tau):
-                failed[trial.name] = "OutOfMemoryError: killed"
-            else:
-                finished[trial.name] = write_outcome(trial, tau)
-        if len(asked) == num_rounds:
-            return record, asked
-        trials = rounds.send(Outcomes(finished=finished, failed=failed))
-
-
-def test_a_failure_that_the_search_has_gone_on_from_stands(tmp_path: Path) -> None:
-    """All trials end outside the band, so that every round is a single trial."""
-    work = make_band_sweep(tmp_path)
-    _, before = run_rounds(work, {0: 1.9, 1: math.nan, 2: 1.7, 3: 1.6}, 4)
-    # This time the failed trial would end well, and the search would continue elsewhere.
-    record, again = run_rounds(work, {0: 0.0, 1: 1.5, 2: 1.4, 3: 1.3, 4: 1.2}, 3)
-    assert again == [before[0], *before[2:]]
-    (failed,) = before[1]
-    assert record.final_failures == {failed: "OutOfMemoryError: killed"}
-    assert set(record.points) == {name for names in before for name in names}
-
-
-@pytest.mark.parametrize(
-    ("taus", "later"),
-    [
-        ({0: 1.9, 1: math.nan}, {0: 0.0, 1: 1.5}),
-        # No later trial was trained, because all of them failed and were then mended.
-        ({0: math.nan, 1: math.nan, 2: math.nan}, {0: 1.9}),
-    ],
-)
-def test_a_failure_in_the_last_round_is_tried_again(
-    taus: dict[int, float], later: dict[int, float], tmp_path: Path
-) -> None:
-    work = make_band_sweep(tmp_path)
-    _, before = run_rounds(work, taus, len(taus))
-    record, again = run_rounds(work, later, len(later))
-    assert again == before[: len(later)]
-    assert record.final_failures == {}
-
-
-def test_trials_of_a_grid_run_to_their_end_unless_there_is_a_scheduler(tmp_path: Path) -> None:
-    config: Any = PRESETS["gpt2-rho-lr-small"]()
-    trials = next(make_rounds(Sweep(config=config, make_plan=no_plan, plans=[]), RoundRecord(str(tmp_path))))
-    assert [trial.watch for trial in trials] == [None] * 16
-
-
-def test_an_error_of_a_later_round_is_raised_not_swallowed(tmp_path: Path) -> None:
-    """Tune logs what a searcher raises, asks it again, and ends with something else."""
-    work = make_band_sweep(tmp_path)
-    first = Trial(config=work.config.trial({"temperature.rho": 2.0}), make_plan=no_plan)
-
-    def rounds() -> Rounds:
-        yield [first]
-        raise ValueError("the directory of the next trial is taken")
-
-    searcher = RoundSearcher(rounds())
-    assert searcher.suggest("a") not in (None, Searcher.FINISHED)
-    write_outcome(first, 0.8)
-    searcher.on_trial_complete("a")
-    assert list(searcher.finished) == [first.name]
-    assert searcher.suggest("b") == Searcher.FINISHED
-    with pytest.raises(ValueError, match="is taken"):
-        raise searcher.error or AssertionError
+def test_a_run_that_tune_has_ended_gets_the_outcome_of_its_newest_checkpoint(tmp_path: Path) -> None:
+    words = ["gpt2-rho-lr-small", "--base.run.storage", str(tmp_path), "--base.tracking.no-enabled"]
+    config: Any = parse_preset(PRESETS, words, job="sweep", purpose="")[0]
+    points = next(config.start())[:2]
+    stopped, begun = (config.trial(point) for point in points)
+    for trial in (stopped, begun):
+        claim_directory(trial)
+    for step in (60, 90):
+        directory = Path(stopped.run.directory, checkpoint_name(step))
+        directory.mkdir()
+        validations = [
+            (seen, {"tau_mean": 0.9, "cross_entropy_tau": 6.0 - seen / 100}) for seen in range(30, step + 1, 30)
+        ]
+        state = replace(FRESH_STATE, step=step, world_size=1, validations=validations)
+        (directory / "state.json").write_text(json.dumps(asdict(state)))
+        write_file_list(directory, rank=0, world_size=1, group="")
+    (directory / "state.json").write_text("")  # the upload of the newest did not end
+    assert {name: outcome for name, (_, outcome) in _read_runs(config).items()} == {
+        stopped.run.name: None, begun.run.name: None
+    }  # fmt: skip
+    assert _finish_stopped(config, begun.run.name, "why", None) is None
+    outcome = _finish_stopped(config, stopped.run.name, "others are better", None)
+    runs = _read_runs(config)
+    assert runs[stopped.run.name] == (points[0], outcome)
+    row = make_row(stopped.run.name, *runs[stopped.run.name], "", BAND)
+    assert (row.num_steps, row.stopped, row.loss, row.is_in_band) == (60, "others are better", 5.4, False)
+    assert [step for step, _, _ in row.history] == [30, 60]
+    # When the sweep is started again, the run counts as finished.
+    assert find_outcome(stopped) == outcome
