@@ -97,6 +97,20 @@ def test_all_workers_work_on_the_items_of_one_unit_and_a_unit_may_have_none(
     assert len(set(outcome.values[0])) == 2
 
 
+def test_what_a_worker_writes_elsewhere_is_no_success(
+    cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def model() -> Callable[[int], Finished]:
+        (tmp_path / "elsewhere").mkdir()
+        os.chdir(tmp_path / "elsewhere")
+        return lambda number: Finished(files={f"{number}.txt": b"x"})
+
+    monkeypatch.chdir(tmp_path)
+    outcome = run(model, 1, UnitStore("relative"))
+    assert (tmp_path / "elsewhere" / "relative" / "0.txt").exists()
+    assert outcome.failed["unit 0"].endswith("relative must be shared")
+
+
 def test_many_failures_in_a_row_end_the_work(cluster: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     def build() -> Any:
         raise FileNotFoundError("no such model")
