@@ -93,7 +93,8 @@ def test_a_band_search_is_watched_reported_and_found_again(
     assert not worse.is_in_band
     del rows["rho1.5-learning_rate_base0.001"]
     # The rest of the budget goes to a trial with the best rate.
-    (finer,) = rows.values()
+    assert 1 <= len(rows) <= 2  # as many as the trials that were ended have left room for
+    finer, *_ = rows.values()
     assert finer.point["optimizer.learning_rate_base"] == 3e-3
     assert finer.point["temperature.rho"] != 1.5
     # A trial that was ended early has released its worker.
