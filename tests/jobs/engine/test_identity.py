@@ -35,7 +35,7 @@ def test_a_precision_that_is_left_to_the_machine_is_the_one_that_it_chooses(
 ) -> None:
     for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
         monkeypatch.setattr(torch.cpu, name, lambda: False)
-    config = PRESETS["gpt2-scratch-small"]()
+    config = with_fields(PRESETS["gpt2-scratch-small"](), {"temperature.tau_max": 2.0})
     assert config.workers.precision == "auto"
     for use_gpu, precision in ((False, "fp32"), (True, "bf16")):
         left = with_fields(config, {"workers.use_gpu": use_gpu})
