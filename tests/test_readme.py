@@ -106,12 +106,22 @@ def test_every_job_is_run_by_a_test() -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_of_a_page_stands_in_a_block(page: str) -> None:
     text = PAGES[page]
-    if page not in FOLLOWED:
+    if page not in FOLLOWED | {"sweeps"}:  # tests/cluster/test_sweep.py runs the Python of this page
         assert set(blocks_of("python", text)) <= set(blocks_of("python", README))
     assert set(re.findall(r"^```(\w*)", text, re.MULTILINE)) <= {"bash", "python", ""}
     assert not re.findall(r"`(?:\S+/)?python [^`]+`", text)  # A command belongs in a block of its own.
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(re.findall(r"`make ([^`]+)`", text)) <= set(targets)
+
+
+def test_the_readmes_first_python_needs_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+    (first, *_) = blocks_of("python", README)
+    scope: dict[str, object] = {}
+    exec(first, scope)
+    tau = scope["tau"].tolist()  # type: ignore[attr-defined]
+    assert tau == sorted(tau)
+    *entropies, wanted = map(float, re.findall(r"\d\.\d+", capsys.readouterr().out.splitlines()[-1]))
+    assert entropies == pytest.approx([wanted] * 3, abs=1e-3)
 
 
 def blocks_of(language: str, text: str) -> list[str]:

@@ -300,9 +300,9 @@ def describe_plan(plan: RewardPlan, tracking_uri: str) -> str:
     num_training, num_beside = config.num_steps * num_texts, num_measured_texts(plan)
     longest = max(len(question.ids) for question in plan.questions)
     most = (num_training + num_beside) * config.max_new_tokens
-    most_kl = f"{leash.target_kl:g} nats a text"
-    if leash.target_kl is None:
-        most_kl = f"{leash.allowance:g} × −log of the reward there"
+    most_kl = f"{leash.allowance:g} × −log of the reward there"
+    if leash.target_kl is not None:
+        most_kl = f"{leash.target_kl:g} nats a text"
     goals = ", ".join(map(str, plan.goal_steps))
     where = "1 GPU" if config.workers.use_gpu else f"{config.workers.cpus_per_worker:g} CPUs"
     rows = {
