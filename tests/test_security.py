@@ -37,7 +37,6 @@ FORBIDDEN = re.compile(
 )
 ALLOWED = {
     "jobs/engine/worker.py": "cloudpickle.loads",
-    "jobs/studies/trials/run.py": "cloudpickle.loads",
     "jobs/scoring/verifiers/code_process.py": "exec",
 }
 

@@ -86,7 +86,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "--model.freeze True": "model.freeze = True needs model.path",
         "--model.num-heads 7": "not divisible by num_heads = 7",
         "--model.architecture llama --model.dropout .1": "model.dropout = 0.1 is supported only for model.architecture",
-        "--model.path nowhere/nothing": "model.path = 'nowhere/nothing' is no Transformers model",
+        "--model.path nowhere/nothing": "model.path = nowhere/nothing is no Transformers model",
         "--model.path few-tokens": "tokens, more than the vocabulary of 100",
         "--model.path few-positions": "data.context_length = 128 is more than the 64 positions",
         "--model.path foreign": "data.tokenizer = … is not the tokenizer of model.path = … foreign",
