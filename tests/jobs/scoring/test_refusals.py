@@ -89,7 +89,7 @@ REFUSED = {
         "--group-size 1": "group_size = 1 must be at least 2",
         "--learning-rate 0": "learning_rate = 0 must be positive",
         "--leash.target-kl -1": "leash.target_kl = -1.0 must be positive",
-        "--leash.allowance 0": "leash.allowance = 0 must be positive",
+        "--leash.allowance 0": "leash.allowance = 0.0 must be positive",
         "--verifier.name no_such_module:check": "verifier.name = no_such_module:check: ModuleNotFoundError",
         "--temperature.tau-min 3": "0 < tau_min < tau_max does not hold",
         "--temperature.path gpt2": "holds a TempNet with",
