@@ -66,6 +66,7 @@ def assert_same(outcome: dict[str, Any], expected: dict[str, Any]) -> None:
     assert outcome["validation"] == pytest.approx(expected["validation"], rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.long
 def test_a_run_on_stored_embeddings_is_the_run_on_the_towers(
     home: Path, options: list[str], on_towers: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -158,6 +158,7 @@ def test_too_many_lost_records_and_a_file_that_is_gone_end_the_reading(
     assert list(stream(gone).batches(0, BATCH * 10))  # a worker that is restarted reads on
 
 
+@pytest.mark.long
 def test_training_is_the_same(home: Path, reference: dict[str, Any], tmp_path: Path) -> None:
     """The losses and the figures of the data equal those of the run whose text was prepared ahead."""
     (line,) = lines_like("jobs.train_lm * --data.prepare streaming *")

@@ -110,6 +110,7 @@ def test_generating(home: Path, reference: dict[str, Any]) -> None:
     run_line(*lines_like("jobs.calibrate tau-max *"))
 
 
+@pytest.mark.long
 def test_learning_from_a_verifier(home: Path, reference: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(home)  # `python -m` adds the directory that it is started in.
     for line in (*lines_like("echo * > prompts.txt"), *lines_like("echo * > rewards.py")):
