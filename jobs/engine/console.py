@@ -52,7 +52,7 @@ class _Mailbox:
         self._progress = (step, text)
 
     def sign(self, rank: int, step: int, place: str) -> None:
-        if rank not in self._signs or step < self._signs[rank][0]:
+        if rank in self._signs and step < self._signs[rank][0]:
             self._signs = {}  # other workers have begun
         self._signs[rank] = (step, place, time.monotonic())
 

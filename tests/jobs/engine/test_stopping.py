@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from jobs.engine import stall
+from jobs.engine import console, stall
 from jobs.engine.stall import SignsOfLife, StallWatch, describe_signs
 from jobs.engine.stopping import StopRequests, stopping_softly
 from jobs.engine.worker_context import WorkerContext
@@ -102,3 +102,12 @@ def test_a_worker_tells_where_its_main_thread_is(monkeypatch: pytest.MonkeyPatch
     assert (rank, step) == (3, 5)
     assert place.startswith("test_a_worker_tells_where_its_main_thread_is (test_stopping.py:")
     assert place.endswith(", in wait")
+
+
+def test_the_signs_of_all_workers_are_kept_until_others_have_begun() -> None:
+    mailbox = console._Mailbox()
+    for rank in (0, 1):
+        mailbox.sign(rank, 7, "all_reduce")
+    assert mailbox.fetch()[2].keys() == {0, 1}
+    mailbox.sign(0, 4, "train_step")  # a new group of workers goes on from a checkpoint
+    assert mailbox.fetch()[2].keys() == {0}
