@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
@@ -65,6 +66,9 @@ def load_with_report(model_class: Any, source: str | Path, **options: Any) -> tu
         model_class: class with `from_pretrained`.
         source: local path or hub name.
         options: further options of `from_pretrained`.
+
+    Raises:
+        ValueError: if weights are pickled objects other than tensors.
     """
     if wrapper := _wrapper_of(source):
         logger.warning("%s: the names of all weights begin with %r, which is taken off", source, wrapper)
@@ -73,7 +77,14 @@ def load_with_report(model_class: Any, source: str | Path, **options: Any) -> tu
         "trust_remote_code", False
     )  # else Transformers asks, and reads the answer from the standard input
     # Transformers' own error about other shapes names no weight.
-    model, info = model_class.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    try:
+        model, info = model_class.from_pretrained(source, **options)
+    except UnpicklingError as error:  # its text would advise to run what is in the file
+        raise ValueError(
+            f"{source}: its pytorch_model*.bin holds more than tensors and is not read, because that could run code: "
+            "get the weights as safetensors"
+        ) from error
     random = info["missing_keys"] | {name for name, *_ in info["mismatched_keys"]}
     return model, sorted(random), sorted(info["unexpected_keys"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import re
 import shutil
 from collections.abc import Callable
@@ -409,3 +410,20 @@ def test_a_tempnet_without_its_weights_is_no_model_without_a_tempnet(small_gpt2:
     for load in (load_tempnet, load_causal_lm):
         with pytest.raises(FileNotFoundError, match=r"tempnet holds config\.json of a TempNet, but not its model"):
             load(small_gpt2)
+
+
+class Malicious:
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        return Path.touch, (self.file,)
+
+
+def test_pickled_weights_are_refused_in_one_line_and_run_nothing(tmp_path: Path) -> None:
+    GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Malicious(tmp_path / "ran")))
+    with pytest.raises(ValueError, match="pytorch_model") as caught:
+        load_base(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "ran").exists()
