@@ -51,7 +51,7 @@ def run_seed(seed: int, num_faults: int, site: Site, reference: Reference) -> bo
         print(f"{row} {type(error).__name__}: {error} |", flush=True)
         return False
     print(
-        f"{row} {report.num_starts} | {report.num_lost} | {report.num_repeated} | {report.num_other_batches} | "
+        f"{row} {report.num_starts} | {report.num_lost} | {report.num_repeated} | {report.has_same_batches} | "
         f"{report.largest_difference:.1e} | {report.num_late} | {len(report.unexplained)} | "
         f"{time.monotonic() - started:.0f} |",
         flush=True,
@@ -70,7 +70,7 @@ def main(arguments: Arguments) -> None:
         sizes = {"num_steps": arguments.num_steps, "seconds_of_trouble": arguments.seconds_of_trouble}
         with run_site(corpus, Path(name) / "site", **sizes) as site:
             reference = Reference.train(site)
-            columns = "starts | lost | repeated | other batches | largest difference | late | unexplained | seconds"
+            columns = "starts | lost | repeated | same batches | largest difference | late | unexplained | seconds"
             print(f"| seed | faults | {columns} |\n{'|---' * 10}|")
             seeds = range(arguments.seed, arguments.seed + arguments.num_schedules)
             num_good = sum(run_seed(seed, arguments.num_faults, site, reference) for seed in seeds)

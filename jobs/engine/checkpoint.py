@@ -72,6 +72,8 @@ class RunState:
     """Version of the order in which training data are read (`pipelines.plan.StreamPlan.order_version`)."""
     store_retries: int = 0
     """Number of requests to object stores that were repeated (`pipelines.retries`)."""
+    batches_digest: str = ""
+    """Hash of the items of every batch so far, in order; empty at the beginning."""
 
 
 FRESH_STATE = RunState(
@@ -216,7 +218,7 @@ def read_state(directory: Path, config: TrainingConfig, *, order_version: int) -
     """Read the state of the run from a checkpoint, which is all that is needed to start reading data.
 
     What concerns the other run alone is left out if a run starts from another one's checkpoint: the rating of that run's
-    export, its unsent metrics and its repeated requests.
+    export, its unsent metrics, its repeated requests and its batches.
 
     Raises:
         FatalTrainingError: if the program that wrote the checkpoint read the data in an order of another version.
@@ -232,7 +234,7 @@ def read_state(directory: Path, config: TrainingConfig, *, order_version: int) -
             "others left out: finish the run with the program that began it, or begin again under another run.name"
         )
     if state.step == config.run.start_step:  # the run's own checkpoints are of later steps
-        return replace(state, best_rating=None, unsent_metrics=[], store_retries=0)
+        return replace(state, best_rating=None, unsent_metrics=[], store_retries=0, batches_digest="")
     return state
 
 

@@ -37,6 +37,7 @@ from jobs.engine.task import Statistics, Task
 from jobs.engine.watch import Validation
 from jobs.engine.worker_context import WorkerContext
 from pipelines.retries import RETRIES, RetryLog
+from pipelines.storage import compute_digest
 from pipelines.stream import Batch
 
 
@@ -79,9 +80,6 @@ class Ahead:
         first, self._first = self._first.result(), None
         self._pool.shutdown()
         return first
-
-
-_DIGEST_MODULUS = 1 << 48
 
 
 class TrainingLoop:
@@ -150,7 +148,7 @@ class TrainingLoop:
         self.last_loss = math.nan
         self.metrics_to_report: dict[str, float] = {}
         self.losses: list[Tensor] = []
-        self.digests: list[int] = []
+        self.batches_digest = state.batches_digest
         self.total, self.since_report = Pace(), Pace()
 
     def run(self) -> dict[str, Any]:
@@ -203,6 +201,7 @@ class TrainingLoop:
             f"{self.task.unit}_per_second": self.total.units_per_second if self.total.seconds else None,
             "data_wait_share": self.total.data_wait_share if self.total.seconds else None,
             "store_retries": self._collect_retries(),
+            "batches_digest": self.batches_digest,
             "peak_memory_gib": peak_memory_gib(),
             "world_size": self.world_size,
         }
@@ -249,7 +248,7 @@ class TrainingLoop:
         self.must_save, self.must_stop = self.stop_requests.answer(counts[2:])
         num_units = int(counts[0])
         self.num_units += num_units
-        self.digests.append(int(counts[1]) % _DIGEST_MODULUS)
+        self.batches_digest = compute_digest([self.batches_digest, int(counts[1])])
         # This makes dropout different on every rank and in every step, but the same after a restart.
         torch.manual_seed(seed_of(self.config.run.seed, self.step, self.rank))
         result = self.task.train_step(
@@ -264,13 +263,13 @@ class TrainingLoop:
         losses = torch.stack(self.losses).double()
         dist.all_reduce(losses)
         first = self.step - len(losses) + 1
-        values, digests = losses.tolist(), self.digests
+        values = losses.tolist()
         self.last_loss = values[-1]
-        self.losses, self.digests = [], []
+        self.losses = []
         bad_step = next((step for step, value in enumerate(values, start=first) if not np.isfinite(value)), None)
         if self.metrics:
-            for step, (value, digest) in enumerate(zip(values, digests, strict=True), start=first):
-                self.metrics.log({"train/loss": value, "train/batch_digest": float(digest)}, step)
+            for step, value in enumerate(values, start=first):
+                self.metrics.log({"train/loss": value}, step)
         if bad_step is not None:
             raise FatalTrainingError(self._describe_bad_step(bad_step, values[bad_step - first]))
         summary: dict[str, float] = {}
@@ -373,6 +372,7 @@ class TrainingLoop:
             validations=[(validation.step, dict(validation.scores)) for validation in self.validations],
             order_version=self.task.stream.plan.order_version,
             store_retries=self.retry_log.total,
+            batches_digest=self.batches_digest,
         )
         save_checkpoint(self.engine, state, self._save_more, self.context, self._take_metrics())
 

@@ -71,7 +71,7 @@ def record_end(config: TrainingConfig, outcome: Mapping[str, Any], record_models
                 status="FINISHED",
                 artifacts=local,
                 metrics=final,
-                tags=rivals.tags(outcome),
+                tags=rivals.tags(outcome) | {"batches_digest": outcome.get("batches_digest", "")},
                 note=kept["note"],
             )
         if record_models is not None:

@@ -99,8 +99,8 @@ class SideBySideLoop(TrainingLoop):
         losses = torch.stack(self.losses).double()  # (steps, members)
         dist.all_reduce(losses)
         first = self.step - len(losses) + 1
-        values, digests = losses.cpu().numpy(), self.digests
-        self.losses, self.digests = [], []
+        values = losses.cpu().numpy()
+        self.losses = []
         summaries: list[dict[str, float]] = [{} for _ in self.members.names]
         for number, found in enumerate(self.members.take_statistics() or []):
             dist.all_reduce(found.sums)
@@ -125,8 +125,8 @@ class SideBySideLoop(TrainingLoop):
         }
         engine: Any = self.engine
         for number, logger in enumerate(self.loggers.values()):
-            for step, (value, digest) in enumerate(zip(values[:, number], digests, strict=True), start=first):
-                logger.log({"train/loss": float(value), "train/batch_digest": float(digest)}, step)
+            for step, value in enumerate(values[:, number], start=first):
+                logger.log({"train/loss": float(value)}, step)
             figures = summaries[number] | speed
             figures["learning_rate/tempnet"] = engine.optimizers[number].param_groups[0]["lr"]
             figures["gradient_norm"] = float(engine.gradient_norms[number])

@@ -67,10 +67,10 @@ class Site:
         ]  # fmt: skip
         return Job(*options, environment=self.cluster.environment)
 
-    def history(self, name: str, key: str) -> History:
-        """Return what MLflow holds of a metric of a run."""
+    def losses(self, name: str) -> History:
+        """Return the training losses of a run that MLflow holds."""
         values: History = {}
-        for step, value in self.server.metrics_of(name, key):
+        for step, value in self.server.losses_of(name):
             values.setdefault(step, []).append(value)
         return values
 

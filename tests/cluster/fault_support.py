@@ -207,7 +207,7 @@ class Reference:
     """The run that nothing happened to."""
 
     losses: History
-    digests: History
+    batches_digest: str
 
     @classmethod
     def train(cls, site: Site, name: str = "undisturbed") -> Reference:
@@ -215,7 +215,7 @@ class Reference:
         job = site.start(name, "1")
         if job.end():
             raise RuntimeError(job.tail())
-        return cls(losses=site.history(name, "train/loss"), digests=site.history(name, "train/batch_digest"))
+        return cls(losses=site.losses(name), batches_digest=site.server.tag_of(name, "batches_digest"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,11 +225,11 @@ class Report:
     num_starts: int
     """How often the job was started."""
     num_lost: int
-    """Number of steps whose loss or batch is missing in MLflow."""
+    """Number of steps whose loss is missing in MLflow."""
     num_repeated: int
-    """Number of steps whose batch or loss is recorded with two values that differ."""
-    num_other_batches: int
-    """Number of steps with another batch than in the undisturbed run."""
+    """Number of steps whose loss is recorded with two values that differ."""
+    has_same_batches: bool
+    """Whether the batches were those of the undisturbed run, in the same order."""
     largest_difference: float
     """Largest difference of a step's loss from that of the undisturbed run."""
     num_late: int
@@ -242,7 +242,7 @@ class Report:
     @property
     def is_good(self) -> bool:
         """Whether the run is equal to that which nothing happened to, although all faults did, and ended with clear words."""
-        is_equal = not (self.num_lost or self.num_repeated or self.num_other_batches) and self.largest_difference < 1e-5
+        is_equal = self.has_same_batches and not (self.num_lost or self.num_repeated) and self.largest_difference < 1e-5
         return is_equal and not self.num_late and not self.unexplained
 
 
@@ -269,13 +269,13 @@ def run_schedule(schedule: Schedule, site: Site, reference: Reference, name: str
         run.finish()
     finally:
         run.job.process.kill()  # a schedule that fails must not leave a job beside the next one
-    losses, digests = site.history(name, "train/loss"), site.history(name, "train/batch_digest")
-    steps = reference.losses.keys() & losses.keys() & digests.keys()
+    losses = site.losses(name)
+    steps = reference.losses.keys() & losses.keys()
     return Report(
         num_starts=run.num_starts,
         num_lost=site.num_steps - len(steps),
-        num_repeated=sum(len(set(digests[step])) > 1 or max(losses[step]) - min(losses[step]) > 1e-5 for step in steps),
-        num_other_batches=sum(digests[step][-1] != reference.digests[step][-1] for step in steps),
+        num_repeated=sum(max(losses[step]) - min(losses[step]) > 1e-5 for step in steps),
+        has_same_batches=site.server.tag_of(name, "batches_digest") == reference.batches_digest,
         largest_difference=max(abs(losses[step][-1] - reference.losses[step][-1]) for step in steps),
         num_late=num_late,
         unexplained=find_unexplained(run.endings),

@@ -9,6 +9,7 @@ import subprocess
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 from server_support import WITHOUT_BACKGROUND_JOBS, free_port, wait_for_ports
@@ -72,13 +73,19 @@ class Server:
         with sqlite3.connect(f"file:{self.directory / 'mlflow.db'}?mode=ro", uri=True) as store:
             return store.execute("SELECT key, step, value FROM metrics").fetchall()
 
-    def metrics_of(self, run: str, key: str) -> list[tuple[int, float]]:
-        """Return step and value of a metric of the run of a name, in the order in which they were logged."""
+    def losses_of(self, run: str) -> list[tuple[int, float]]:
+        """Return step and training loss of the run of a name, in the order in which they were logged."""
+        return self._rows("SELECT step, value FROM metrics", run, "train/loss", "ORDER BY timestamp")
+
+    def tag_of(self, run: str, key: str) -> str:
+        """Return a tag of the run of a name."""
+        ((value,),) = self._rows("SELECT value FROM tags", run, key)
+        return str(value)
+
+    def _rows(self, what: str, run: str, key: str, order: str = "") -> list[Any]:
         with sqlite3.connect(f"file:{self.directory / 'mlflow.db'}?mode=ro", uri=True) as store:
-            return store.execute(
-                "SELECT step, value FROM metrics JOIN runs USING (run_uuid) WHERE name = ? AND key = ? ORDER BY timestamp",
-                (run, key),
-            ).fetchall()
+            query = f"{what} JOIN runs USING (run_uuid) WHERE name = ? AND key = ? {order}"
+            return store.execute(query, (run, key)).fetchall()
 
     def statuses(self) -> list[str]:
         with sqlite3.connect(f"file:{self.directory / 'mlflow.db'}?mode=ro", uri=True) as store:

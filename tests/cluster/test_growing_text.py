@@ -228,7 +228,7 @@ def test_a_sentence_encoder_that_was_stopped_trains_as_if_its_text_had_been_prep
     assert not any(storage.glob("prepared/data-*/manifest.json"))
     outcome = train(make_plan(sentences(source, corpus, wordpiece, storage, prepare="streaming")))
     assert 5 <= outcome["resumed_from_step"] < NUM_STEPS
-    assert history(outcome, "train/batch_digest") == history(expected, "train/batch_digest")
+    assert outcome["batches_digest"] == expected["batches_digest"]
     losses, of_ahead = history(outcome, "train/loss"), history(expected, "train/loss")
     assert sorted(losses) == sorted(of_ahead) == list(range(1, NUM_STEPS + 1))
     for step in of_ahead:

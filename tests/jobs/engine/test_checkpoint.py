@@ -56,14 +56,14 @@ def test_a_checkpoint_of_a_program_with_another_order_of_the_data_is_refused(tmp
 def test_what_concerns_another_run_alone_is_not_taken_over(tmp_path: Path) -> None:
     state = replace(
         FRESH_STATE, step=40, world_size=1, num_units=7, best_rating=0.5, unsent_metrics=[["loss", 1.0]],
-        validations=[(40, {"loss": 2.0})], store_retries=2,
+        validations=[(40, {"loss": 2.0})], store_retries=2, batches_digest="0123",
     )  # fmt: skip
     (tmp_path / "state.json").write_text(json.dumps(asdict(state)))
     own = read_state(tmp_path, CONFIG, order_version=1)
     assert (own.best_rating, own.unsent_metrics, own.store_retries) == (0.5, [["loss", 1.0]], 2)
     config = replace(CONFIG, run=replace(CONFIG.run, start_from="other@40"))
     started = read_state(tmp_path, config, order_version=1)
-    assert started == replace(own, best_rating=None, unsent_metrics=[], store_retries=0)
+    assert started == replace(own, best_rating=None, unsent_metrics=[], store_retries=0, batches_digest="")
 
 
 def test_a_part_that_cannot_be_uploaded_leaves_no_copy(tmp_path: Path) -> None:

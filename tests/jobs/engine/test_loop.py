@@ -189,6 +189,7 @@ def test_an_interrupted_run_goes_on_with_the_same_or_another_number_of_processes
     assert 6 < step < NUM_STEPS
     outcome = site.train(name, num_after, **sections)
     assert (outcome["resumed_from_step"], outcome["world_size"]) == (step, num_after)
+    assert outcome["batches_digest"] == undisturbed["batches_digest"] != ""
     assert len(outcome["validations"]) == 2
     assert_same(site, name, tolerance=1e-6)
 

@@ -288,7 +288,7 @@ def test_what_an_outage_kept_back_is_sent_by_the_same_command(
     unsent = [["train/loss", 1.0 / step, now, step] for step in range(1, 1201)]
     outcome: dict[str, Any] = {
         "tracking_uri": mlflow_uri, "mlflow_run_id": tracked.run_id, "rivals": {"robust/x": 0.5}, "num_steps": 1200,
-        "temperature_verdict": "constant", "store_retries": 2,
+        "temperature_verdict": "constant", "store_retries": 2, "batches_digest": "0123",
     }  # fmt: skip
     keep_end(config, unsent, note="**fine**")
     with monkeypatch.context() as away:
@@ -305,6 +305,7 @@ def test_what_an_outage_kept_back_is_sent_by_the_same_command(
         assert run.info.status == "FINISHED"
         assert run.data.tags["mlflow.note.content"] == "**fine**"
         assert run.data.tags["temperature.verdict"] == "constant"
+        assert run.data.tags["batches_digest"] == "0123"
         figures = {name: run.data.metrics[f"verdict/{name}"] for name in ("robust/x", "beats_both_constants")}
         assert figures == {"robust/x": 0.5, "beats_both_constants": 0.0}
         assert run.data.metrics["store_retries"] == 2
