@@ -199,11 +199,11 @@ def measure(job: Arguments, directory: Path, text: str) -> tuple[World, TextMeas
         files.append(part.file)
     question = measurement.question(str(output), files)
     tokens, documents = zip(*read_measured(str(output), files, with_end=question.with_end), strict=True)
+    end = measurement.settings.eos_id
     targets = []
     for values in ids:
-        targets += values[:TOKENS_PER_DOCUMENT].tolist()
-        if question.with_end and len(values) <= TOKENS_PER_DOCUMENT:
-            targets.append(measurement.settings.eos_id)
+        found = values[:TOKENS_PER_DOCUMENT].tolist() + [end] * (len(values) <= TOKENS_PER_DOCUMENT)
+        targets += [target for target in found if question.with_end or target != end]
     weight, _ = output_weight(measurer._base)
     layout = PackingConfig.for_tokenizer(load_tokenizer(config.model), CONTEXT_LENGTH)
     others = {id(values) for values in replace(layout, documents="others").choose(ids)}

@@ -7,7 +7,8 @@ A temperature τ(x) = τ_c·exp(−δ(x)) changes the cross-entropy of a token, 
 The δ that is best to second order is a ridge regression of g/v on features of the context with weights v. It is the
 score test of the hypothesis that no function of these features improves on τ_c: E[g | features] = 0 if the model is
 calibrated in this direction. From there, a few steps minimise the cross-entropy itself. The features are scalars of the
-logits (entropy, largest log-probability, margin, log Var_p[L], largest logit, and their products), the hidden state, or both.
+logits (entropy, largest log-probability, margin, log Var_p[L], largest logit, and their products), the hidden state with
+random features of it, or both.
 
 "Token" and "document" are said throughout because language models came first. Nothing depends on it: a token is a prediction
 among candidates, and a document is a group of predictions that may depend on each other. For an image–text model they are a

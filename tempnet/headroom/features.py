@@ -5,6 +5,7 @@ Shapes: N tokens, K folds, p features, d hidden size.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ FEATURE_SETS = ("scalars", "hidden", "both")
 NUM_SCALARS = 5
 _PAIRS = tuple(itertools.combinations_with_replacement(range(NUM_SCALARS), 2))
 _NUM_FIRST = 1 + NUM_SCALARS + len(_PAIRS)  # The constant, the scalars and their products.
+# Number of random features of the hidden state. With them the regression finds what a TempNet of one hidden layer does,
+# within the intervals (benchmarks/promise.py); without them, half of it.
+_NUM_RANDOM = 512
 # A standardised feature is clipped to this many standard deviations, so that one odd token cannot decide a coefficient.
 _MAX_DEVIATION = 3.0
 
@@ -102,7 +106,12 @@ def best_constant(batches: Iterable[Tokens]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """Map from tokens to features (N, p): a constant, the scalars, their products, and the hidden state, standardised."""
+    """Map from tokens to features (N, p): a constant, the scalars, their products, and the hidden state, all standardised.
+
+    To the standardised hidden state h come `_NUM_RANDOM` random features relu(h·w/√d + b), w and b standard normal, so that a
+    linear regression can follow what a network of one hidden layer would (Rahimi and Recht, 2008, "Weighted Sums of Random
+    Kitchen Sinks").
+    """
 
     log_beta: float
     mean: Tensor
@@ -113,12 +122,23 @@ class Design:
         raw = ((tokens.raw_features(self.log_beta) - self.mean) / self.deviation).clamp(-_MAX_DEVIATION, _MAX_DEVIATION)
         scalars = raw[:, :NUM_SCALARS]
         first, second = (scalars[:, [pair[side] for pair in _PAIRS]] for side in range(2))
-        return torch.cat([torch.ones_like(raw[:, :1]), scalars, first * second, raw[:, NUM_SCALARS:]], dim=-1)
+        hidden = raw[:, NUM_SCALARS:]
+        weight, bias = _random_layer(hidden.shape[-1])
+        random = torch.relu(hidden @ weight + bias)
+        return torch.cat([torch.ones_like(raw[:, :1]), scalars, first * second, hidden, random], dim=-1)
 
     def columns(self, name: str) -> Tensor:
         """Return the indices of the features that belong to a feature set; the constant, 0, is always among them."""
-        num_all = _NUM_FIRST + len(self.mean) - NUM_SCALARS
+        num_all = _NUM_FIRST + len(self.mean) - NUM_SCALARS + _NUM_RANDOM
         if name == "scalars":
             return torch.arange(_NUM_FIRST)
         hidden = torch.arange(_NUM_FIRST, num_all)
         return torch.cat([torch.zeros(1, dtype=torch.long), hidden]) if name == "hidden" else torch.arange(num_all)
+
+
+@functools.lru_cache(maxsize=1)
+def _random_layer(size: int) -> tuple[Tensor, Tensor]:
+    """Return the weight (d, m) and bias (m,) of the random features of hidden states of a size d."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(size, _NUM_RANDOM, generator=generator, dtype=torch.float64) / size**0.5
+    return weight, torch.randn(_NUM_RANDOM, generator=generator, dtype=torch.float64)
