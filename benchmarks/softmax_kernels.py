@@ -22,8 +22,7 @@ from torch import Tensor
 
 from benchmarks.measure import print_setting, print_table, ratios
 from jobs.engine.command_line import fail
-from tempnet.softmax.kernels import softmax_gradients, softmax_statistics
-from tempnet.softmax.launch import is_available
+from tempnet.softmax.kernels import is_available, softmax_gradients, softmax_statistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +62,7 @@ def make_forms(arguments: Arguments, device: str) -> dict[str, Callable[[], tupl
             )
             assert hidden_grad is not None
             assert weight_grad is not None
-            return statistics_of_tokens.cross_entropy.mean(), hidden_grad, weight_grad
+            return statistics_of_tokens.at_tau.cross_entropy.mean(), hidden_grad, weight_grad
 
         return run
 

@@ -24,8 +24,7 @@ from tempnet.network import TempNet
 from tempnet.oracle import Oracle, optimal_temperature
 from tempnet.softmax.config import TemperatureLossConfig
 from tempnet.softmax.fold import FoldCache
-from tempnet.softmax.linear import LinearLoss, linear_language_model_loss
-from tempnet.softmax.planning import supports
+from tempnet.softmax.linear import LinearLoss, linear_language_model_loss, supports
 from tempnet.softmax.reference import IGNORE_INDEX, language_model_loss, token_slopes
 from tempnet.statistics import TokenValues, token_statistics
 

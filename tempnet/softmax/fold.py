@@ -25,6 +25,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tempnet.dro import at_least_float32
 from tempnet.network import TempNet
 
 # Share of ‖W‖² that the mean row may have before it is subtracted. At this share rounding errors are twice as large.
@@ -38,34 +39,37 @@ class FoldCache:
 
     The owner of the weights must call :meth:`clear` after every optimizer step. Changes cannot be detected by the
     version counters of tensors, because DeepSpeed writes to parameters in ways that autograd does not see.
+
+    Args:
+        num_uses: number of calls that share the cached matrices (micro-batches of a step), for `fold_pays`.
     """
 
     def __init__(self, num_uses: int = 1) -> None:
-        """Create an empty cache.
-
-        Args:
-            num_uses: number of calls that share the cached matrices (micro-batches of a step), for `fold_pays`.
-        """
         self.num_uses = num_uses
         self._first: Tensor | None = None
         self._gram: Tensor | None = None
         self._has_large_mean: bool | None = None
         self._centred: Tensor | None = None
 
+    @torch.no_grad()
     def centre(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return W (V, d) in a dtype, minus its mean row where that is a large part of it.
 
         Logits h Wᵀ then lack a value that all of them have in common, and keep the digits that tell them apart.
         """
+        mean = None
         if self._has_large_mean is None:
             wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-            square = torch.linalg.vector_norm(weight.detach(), dtype=wide).square()
-            mean_square = weight.detach().mean(0, dtype=wide).square().sum() * len(weight)
-            self._has_large_mean = bool(mean_square > _LARGEST_SHARE * square)
+            mean = weight.mean(0, dtype=wide)
+            square = torch.linalg.vector_norm(weight, dtype=wide).square()
+            self._has_large_mean = bool(mean.square().sum() * len(weight) > _LARGEST_SHARE * square)
         if not self._has_large_mean:
             return weight.to(dtype)
         if self._centred is None:
-            self._centred = subtract_mean_row(weight, dtype)
+            assert mean is not None
+            self._centred = torch.empty_like(weight, dtype=dtype)
+            for out, rows in zip(self._centred.split(_NUM_ROWS), weight.split(_NUM_ROWS), strict=True):
+                out.copy_(rows - mean)
         return self._centred
 
     def first(
@@ -80,7 +84,7 @@ class FoldCache:
             matmul_dtype: dtype of the product. By default it is float32, or float64 for float64 weights.
         """
         if self._first is None:
-            first_weight = _widen(first_weight)
+            first_weight = at_least_float32(first_weight.detach())
             first_weight = first_weight - first_weight.mean(-1, keepdim=True) if centred else first_weight
             self._first = _multiply(first_weight, weight, matmul_dtype)
         return self._first
@@ -88,7 +92,7 @@ class FoldCache:
     def gram(self, weight: Tensor, *, centred: bool) -> Tensor:
         """Return WᵀW (d, d) from W (V, d), or WᵀC·W if `centred`, in float32 at least."""
         if self._gram is None:
-            weight = _widen(weight)
+            weight = at_least_float32(weight.detach())
             # W is centred before the product, because subtracting the mean's contribution from WᵀW would suffer from
             # cancellation if all logits have a large common mean.
             weight = weight - weight.mean(0) if centred else weight
@@ -102,32 +106,14 @@ class FoldCache:
             self._gram = self._centred = self._has_large_mean = None
 
 
-@torch.no_grad()
-def subtract_mean_row(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return C·W (V, d) in a dtype, computed in float32 at least."""
-    mean = weight.mean(0, dtype=torch.float64 if weight.dtype == torch.float64 else torch.float32)
-    centred = torch.empty_like(weight, dtype=dtype)
-    for out, rows in zip(centred.split(_NUM_ROWS), weight.split(_NUM_ROWS), strict=True):
-        out.copy_(rows - mean)
-    return centred
-
-
 def fold_pays(
     num_tokens: int, num_hidden: int, vocab_size: int, num_first: int, *, num_uses: int = 1, trains: bool = True
 ) -> bool:
-    """Return whether the fold needs fewer FLOPs than applying W1 to the logits.
+    """Return whether the fold needs fewer FLOPs than applying W1 to the logits, for N, d, V and d1.
 
     Counted in multiply-adds: the fold builds W1·W once for `num_uses` calls and, if the TempNet is trained,
     propagates its gradient back once per call, which costs V·d1·d each. It then needs d·d1 per token and direction
     (forward, and backward if the TempNet is trained). Without the fold, the cost is V·d1 per token and direction.
-
-    Args:
-        num_tokens: N.
-        num_hidden: d.
-        vocab_size: V.
-        num_first: d1.
-        num_uses: number of calls that share W1·W.
-        trains: whether the TempNet is trained.
     """
     build = vocab_size * num_first * num_hidden
     directions = 2 if trains else 1
@@ -138,10 +124,6 @@ def fold_pays(
 def can_fold_network(tempnet: TempNet) -> bool:
     """Return whether a network can be folded: its input, apart from its norm, must be linear in the hidden state."""
     return tempnet.transform is not None and tempnet.config.input_shift != "max"
-
-
-def _widen(matrix: Tensor) -> Tensor:
-    return matrix.detach().to(torch.float64 if matrix.dtype == torch.float64 else torch.float32)
 
 
 @torch.no_grad()

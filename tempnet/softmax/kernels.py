@@ -22,18 +22,94 @@ Shapes: N tokens, d hidden size, V effective vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import importlib.util
+import os
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tempnet.softmax.launch import KernelInputs, Tile, launch_options
 from tempnet.softmax.reference import IGNORE_INDEX
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Number of row blocks that run at the same time.
+_GROUP = 8
 # Approximate number of programs of the statistics kernel: several per multiprocessor on any GPU. It is a constant, so
 # that the sums do not depend on the GPU.
 _NUM_PROGRAMS = 1024
 _SCRATCH_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """Block of logits that a program computes at a time; its three sizes are powers of two ≥ 16."""
+
+    num_tokens: int
+    """Number of rows (tokens) of the tile."""
+    num_vocab: int
+    """Number of columns (vocabulary entries) of the tile."""
+    num_hidden: int
+    """Number of terms of the inner product that are loaded at a time."""
+    num_warps: int
+    """Number of warps per program."""
+    num_stages: int
+    """Number of pipeline stages, that is, of loads in flight."""
+
+    @classmethod
+    def for_dtype(cls, dtype: torch.dtype) -> Tile:
+        """Return sizes for inputs of this dtype.
+
+        The accumulator fits into the registers, and the loads into the shared memory, of GPUs of compute capability ≥
+        8.0.
+        """
+        if dtype == torch.float32:
+            return cls(num_tokens=64, num_vocab=64, num_hidden=32, num_warps=4, num_stages=3)
+        return cls(num_tokens=128, num_vocab=128, num_hidden=64, num_warps=8, num_stages=3)
+
+    def launch_options(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Return the compile-time arguments that both kernels share, for inputs of this dtype."""
+        return {
+            "GROUP": _GROUP,
+            "BLOCK_TOKENS": self.num_tokens,
+            "BLOCK_VOCAB": self.num_vocab,
+            "BLOCK_HIDDEN": self.num_hidden,
+            "PRECISION": "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee",
+            # The interpreter multiplies bfloat16 values as if they were integers (triton-lang/triton#11584).
+            "WIDEN": _is_interpreted() and dtype != torch.float32,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "enable_fp_fusion": True,  # This is the default of Triton 3.9; Triton 3.10 will turn it off.
+        }
+
+
+def is_available(tensor: Tensor) -> bool:
+    """Return whether the kernels accept a tensor: 16- or 32-bit floats, on an NVIDIA GPU of compute capability ≥ 8.0.
+
+    Under Triton's interpreter, tensors on the CPU are accepted too. AMD GPUs have too little shared memory for these
+    tiles.
+    """
+    if tensor.dtype not in _DTYPES or importlib.util.find_spec("triton") is None:
+        return False
+    if tensor.is_cuda:
+        return torch.version.cuda is not None and torch.cuda.get_device_capability(tensor.device) >= (8, 0)
+    return tensor.device.type == "cpu" and _is_interpreted()
+
+
+def _is_interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class SoftmaxTerms(NamedTuple):
+    """Terms of a softmax that all losses are computed from, each (N,) in nats."""
+
+    cross_entropy: Tensor
+    """Cross-entropy; without meaning where the target is ignored."""
+    entropy: Tensor
+    """Entropy H(p)."""
+    excess: Tensor
+    """H(p) − cross-entropy = (L_y − E_p[L])/τ. For nearly flat logits it is a small difference of the other two, so it is
+    computed from the logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +123,10 @@ class SoftmaxStatistics:
     log_sum is a large number at small τ, and differences from it would have an error of |L|/τ·10⁻⁷."""
     positive: Tensor
     """Logit L of the target; 0 where the target is ignored."""
-    entropy: Tensor
-    """Entropy H(p) = log_sum − E_p[L − maximum]/τ, in nats."""
-    cross_entropy: Tensor
-    """Cross-entropy log_sum + (maximum − positive)/τ, in nats; without meaning where the target is ignored."""
-    excess: Tensor
-    """H(p) − cross-entropy = (positive − E_p[L])/τ, without the rounding of the two."""
-    entropy_unit: Tensor | None
-    """Entropy at τ = 1; None if it was not requested by `with_unit`."""
-    cross_entropy_unit: Tensor | None
-    """Cross-entropy at τ = 1; None if it was not requested by `with_unit`."""
+    at_tau: SoftmaxTerms
+    """Terms at the temperatures."""
+    at_one: SoftmaxTerms | None
+    """Terms at τ = 1; None if they were not requested by `with_unit`."""
 
 
 @torch.no_grad()
@@ -73,6 +143,8 @@ def softmax_statistics(
 ) -> SoftmaxStatistics:
     """Compute entropy, cross-entropy and what the gradients need for every token, in one pass over the vocabulary.
 
+    The additional memory is at most 24 bytes per token and split, which is below 1 MiB + 24·N bytes.
+
     Args:
         hidden: (N, d) in float32, bfloat16 or float16. Products are summed in float32; the precision of products of
             float32 inputs is that of `torch.backends.cuda.matmul.fp32_precision`.
@@ -81,33 +153,26 @@ def softmax_statistics(
         tau: (N,), positive.
         bias: (V,) or None.
         soft_cap: soft-cap of the logits (see the docstring of this module), or None.
-        with_unit: whether to compute entropy and cross-entropy at τ = 1 too, which takes a second exponential per
-            logit.
+        with_unit: whether to compute the terms at τ = 1 too, which takes a second exponential per logit.
         tile: block sizes; by default chosen by dtype.
-
-    Returns:
-        The statistics. The additional memory is at most 24 bytes per token and split, which is below 1 MiB + 24·N
-        bytes.
     """
     import triton
 
     from tempnet.softmax.triton_kernels import statistics_kernel
 
     tile = tile or Tile.for_dtype(hidden.dtype)
-    inputs = KernelInputs.prepare(hidden, weight, bias, soft_cap, tau)
+    inputs = _contiguous(hidden, weight, bias, tau)
     num_tokens, vocab_size = len(hidden), len(weight)
     num_row_blocks, num_tiles = triton.cdiv(num_tokens, tile.num_tokens), triton.cdiv(vocab_size, tile.num_vocab)
     num_tiles_per_split = triton.cdiv(num_tiles, triton.cdiv(_NUM_PROGRAMS, num_row_blocks))
     num_splits = triton.cdiv(num_tiles, num_tiles_per_split)  # No split is empty.
-    partials = inputs.tau.new_empty(6 if with_unit else 4, num_splits, num_tokens)
+    partials = inputs[-1].new_empty(6 if with_unit else 4, num_splits, num_tokens)
     with torch.cuda.device_of(hidden):
         statistics_kernel[(num_row_blocks * num_splits,)](
-            inputs.hidden,
-            inputs.weight,
-            inputs.bias,
-            inputs.soft_cap,
+            *inputs[:3],
+            soft_cap,
             targets.contiguous(),
-            inputs.tau,
+            inputs[-1],
             partials,
             num_tokens,
             vocab_size,
@@ -115,9 +180,9 @@ def softmax_statistics(
             num_splits,
             num_tiles_per_split,
             WITH_UNIT=with_unit,
-            **launch_options(tile, hidden),
+            **tile.launch_options(hidden.dtype),
         )
-    return _merge(partials, inputs.tau)
+    return _merge(partials, inputs[-1])
 
 
 @torch.no_grad()
@@ -150,13 +215,17 @@ def softmax_gradients(
         dh = dL W, dW = dLᵀ h and Σ dL over tokens, each in the dtype of its tensor, or None. All sums are in float32,
         but dL, and the part of dh from one section of the vocabulary, are rounded to the dtype of the inputs.
     """
+    import triton
+
+    from tempnet.softmax.triton_kernels import logits_gradient_kernel
+
     tile = tile or Tile.for_dtype(hidden.dtype)
-    inputs = KernelInputs.prepare(hidden, weight, bias, soft_cap, tau)
+    hidden, weight, bias, tau = _contiguous(hidden, weight, bias, tau)
     num_tokens, vocab_size = len(hidden), len(weight)
     row_scale = row_scale.float().where(targets != IGNORE_INDEX, 0.0)
-    hidden_grad = torch.zeros_like(inputs.hidden, dtype=torch.float32) if needs[0] else None
-    weight_grad = torch.empty_like(inputs.weight) if needs[1] else None
-    bias_grad = torch.empty_like(inputs.bias) if inputs.bias is not None and needs[2] else None
+    hidden_grad = torch.zeros_like(hidden, dtype=torch.float32) if needs[0] else None
+    weight_grad = torch.empty_like(weight) if needs[1] else None
+    bias_grad = torch.empty_like(bias) if bias is not None and needs[2] else None
 
     width = _section_width(num_tokens, vocab_size, tile, scratch_bytes // hidden.element_size())
     # The buffer is set to zero, because bfloat16 products on a CPU with AMX also read beyond the columns, where
@@ -164,60 +233,41 @@ def softmax_gradients(
     scratch = hidden.new_zeros(num_tokens, width)
     for start in range(0, vocab_size, width):
         part = slice(start, start + width)
-        part_weight = inputs.weight[part]
-        gradient = scratch[:, : len(part_weight)]
-        section = replace(inputs, weight=part_weight, bias=None if inputs.bias is None else inputs.bias[part])
-        _write_logits_gradient(section, targets - start, statistics, row_scale, gradient, tile)
+        gradient = scratch[:, : len(weight[part])]  # dL of one section, whose rows are contiguous
+        num_tiles = triton.cdiv(num_tokens, tile.num_tokens) * triton.cdiv(gradient.shape[1], tile.num_vocab)
+        with torch.cuda.device_of(hidden):
+            logits_gradient_kernel[(num_tiles,)](
+                hidden,
+                weight[part],
+                None if bias is None else bias[part],
+                soft_cap,
+                targets - start,
+                tau,
+                statistics.maximum,
+                statistics.log_sum,
+                row_scale,
+                gradient,
+                *gradient.shape,
+                hidden.shape[1],
+                gradient.stride(0),
+                **tile.launch_options(hidden.dtype),
+            )
         if hidden_grad is not None:
-            hidden_grad += gradient @ part_weight
+            hidden_grad += gradient @ weight[part]
         if weight_grad is not None:
-            torch.mm(gradient.T, inputs.hidden, out=weight_grad[part])
+            torch.mm(gradient.T, hidden, out=weight_grad[part])
         if bias_grad is not None:
             bias_grad[part] = gradient.sum(0, dtype=torch.float32)
     return None if hidden_grad is None else hidden_grad.to(hidden.dtype), weight_grad, bias_grad
 
 
-def _write_logits_gradient(
-    inputs: KernelInputs,
-    targets: Tensor,
-    statistics: SoftmaxStatistics,
-    row_scale: Tensor,
-    gradient: Tensor,
-    tile: Tile,
-) -> None:
-    """Write dL of one section of the vocabulary to `gradient`, a view (N, width of the section) of the scratch buffer.
-
-    Args:
-        inputs: inputs of the kernel, with weight and bias of the section.
-        targets: (N,) targets, relative to the start of the section.
-        statistics, row_scale: as in `softmax_gradients`.
-        gradient: the view to write to; its rows are contiguous.
-        tile: block sizes.
-    """
-    import triton
-
-    from tempnet.softmax.triton_kernels import logits_gradient_kernel
-
-    num_tokens, vocab_size = gradient.shape
-    num_tiles = triton.cdiv(num_tokens, tile.num_tokens) * triton.cdiv(vocab_size, tile.num_vocab)
-    with torch.cuda.device_of(inputs.hidden):
-        logits_gradient_kernel[(num_tiles,)](
-            inputs.hidden,
-            inputs.weight,
-            inputs.bias,
-            inputs.soft_cap,
-            targets,
-            inputs.tau,
-            statistics.maximum,
-            statistics.log_sum,
-            row_scale,
-            gradient,
-            num_tokens,
-            vocab_size,
-            inputs.hidden.shape[1],
-            gradient.stride(0),
-            **launch_options(tile, inputs.hidden),
-        )
+def _contiguous(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, tau: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Return the inputs in the layout and dtype that the kernels read."""
+    assert hidden.dtype == weight.dtype, f"hidden is {hidden.dtype}, weight {weight.dtype}"
+    bias = None if bias is None else bias.contiguous()
+    return hidden.contiguous(), weight.contiguous(), bias, tau.float().contiguous()
 
 
 def _section_width(num_tokens: int, vocab_size: int, tile: Tile, num_scratch: int) -> int:
@@ -234,25 +284,25 @@ def _section_width(num_tokens: int, vocab_size: int, tile: Tile, num_scratch: in
 def _merge(partials: Tensor, tau: Tensor) -> SoftmaxStatistics:
     """Merge the partial sums (4 or 6, num_splits, N) of the splits of the vocabulary (see `statistics_kernel`)."""
     split_maximum, partition, moment, positive, *unit = partials
-    maximum = split_maximum.amax(0)
+    maximum, positive = split_maximum.amax(0), positive.sum(0)
     shift = split_maximum - maximum
-    positive = positive.sum(0)
 
-    def at(temperature: Tensor | float, partition: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log Σ exp((L − max L)/τ) and E_p[L] − max L, each (N,)."""
+    def at(temperature: Tensor | float, partition: Tensor, moment: Tensor) -> tuple[Tensor, SoftmaxTerms]:
+        """Return log Σ exp((L − max L)/τ) and the terms at τ, each (N,)."""
         decay = torch.exp(shift / temperature)
         total = (decay * partition).sum(0)
-        return total.log(), (decay * (moment + shift * partition)).sum(0) / total
+        log_sum, mean = total.log(), (decay * (moment + shift * partition)).sum(0) / total  # mean: E_p[L] − max L
+        return log_sum, SoftmaxTerms(
+            cross_entropy=log_sum + (maximum - positive) / temperature,
+            entropy=log_sum - mean / temperature,
+            excess=((positive - maximum) - mean) / temperature,
+        )
 
-    log_sum, mean = at(tau, partition, moment)
-    log_sum_unit, mean_unit = at(1.0, *unit) if unit else (None, None)
+    log_sum, at_tau = at(tau, partition, moment)
     return SoftmaxStatistics(
         maximum=maximum,
         log_sum=log_sum,
         positive=positive,
-        entropy=log_sum - mean / tau,
-        cross_entropy=log_sum + (maximum - positive) / tau,
-        excess=((positive - maximum) - mean) / tau,
-        entropy_unit=None if log_sum_unit is None or mean_unit is None else log_sum_unit - mean_unit,
-        cross_entropy_unit=None if log_sum_unit is None else log_sum_unit + (maximum - positive),
+        at_tau=at_tau,
+        at_one=at(1.0, *unit)[1] if unit else None,
     )

@@ -3,35 +3,41 @@
 `linear_language_model_loss(h, W, …)` equals `language_model_loss(h Wᵀ, …)`, including gradients, but takes memory
 O(N·d + V·d). The gradients of a scalar loss are computed in the forward pass, while a chunk's logits exist, so that
 nothing is computed twice. Losses per token (`reduction="none"`) are differentiated in a second pass, when their
-upstream gradients are known.
+upstream gradients are known. The fold (`fold.py`) makes the cost of TempNet almost negligible; whether it is used is decided
+by a count of FLOPs, and the results with and without it agree up to rounding.
 
-On a GPU, the Triton kernels of `kernels.py` do the same without chunks (`fused.py`).
+`side_by_side_losses` computes the losses of several TempNets on a frozen base, with the logits of a chunk computed once.
 
-The fold (`fold.py`) makes the cost of TempNet almost negligible. Whether it is used is decided by a count of FLOPs;
-the results with and without it agree up to rounding.
-
-Shapes: N tokens, d hidden size, V effective vocabulary, d1 width of TempNet's first layer.
+Shapes: N tokens, d hidden size, V effective vocabulary, d1 width of TempNet's first layer, K networks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tempnet.network import TempNet
-from tempnet.softmax.chunks import add_tokens_in_chunks
+from tempnet.rho import check_rho
 from tempnet.softmax.config import TemperatureLossConfig
-from tempnet.softmax.fold import FoldCache
-from tempnet.softmax.fused import add_tokens_by_kernels, can_fuse
-from tempnet.softmax.gradients import allocate_gradients, finish_gradients
-from tempnet.softmax.objectives import TokenResults
-from tempnet.softmax.plan import ComputeOptions, LossInputs, LossPlan, OutputLayer
-from tempnet.softmax.planning import plan_loss
+from tempnet.softmax.fold import FoldCache, can_fold_network, fold_pays
 from tempnet.softmax.reference import IGNORE_INDEX
+from tempnet.softmax.tokens import (
+    LossPlan,
+    TokenLoss,
+    add_tokens_by_kernels,
+    add_tokens_in_chunks,
+    can_fuse,
+    network_parameters,
+)
 from tempnet.statistics import TokenValues
+
+# Number of logits in a chunk (32 MiB in float32). With fewer, the output weight's gradient is read and written too
+# often; with more, the logits do not stay in the cache.
+NUM_LOGITS_PER_CHUNK = 1 << 23
 
 
 class LinearLoss(NamedTuple):
@@ -97,28 +103,10 @@ def linear_language_model_loss(
             ρ is infeasible, the TempNet is not supported (see :func:`supports`), or `fold` is True although a bias, a
             soft-cap or the input shift `max` makes it impossible.
     """
-    layer = OutputLayer(weight=weight, vocab_size=vocab_size, bias=bias, soft_cap=soft_cap)
-    options = ComputeOptions(matmul_dtype=matmul_dtype, fold=fold, fold_cache=fold_cache, chunk_size=chunk_size)
-    plan, parameters = plan_loss(hidden, layer, config, tempnet, options, with_values=with_values)
-    return _evaluate(plan, hidden, weight, bias, targets, parameters, num_targets, reduction)
-
-
-def _evaluate(
-    plan: LossPlan,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    parameters: tuple[Tensor, ...],
-    num_targets: Tensor | float | None,
-    reduction: Literal["mean", "none"],
-) -> LinearLoss:
-    """Carry out a plan, and return its results; autograd can differentiate the loss.
-
-    Args:
-        plan, parameters: plan of the call, and parameters of the TempNet, from `plan_loss`.
-        hidden, weight, bias, targets, num_targets, reduction: arguments of :func:`linear_language_model_loss`.
-    """
+    plan, parameters = _plan_loss(
+        hidden, weight, config, tempnet, vocab_size=vocab_size, bias=bias, soft_cap=soft_cap, with_values=with_values,
+        matmul_dtype=matmul_dtype, fold=fold, fold_cache=fold_cache, chunk_size=chunk_size,
+    )  # fmt: skip
     if num_targets is None:
         num_targets = (targets != IGNORE_INDEX).sum().clamp(min=1)
     function = _TokenLosses if reduction == "none" else _LossSum
@@ -127,12 +115,150 @@ def _evaluate(
     return LinearLoss(
         loss=loss if reduction == "none" else loss / num_targets,
         tau=tau,
-        values=TokenValues(*values) if plan.with_values else None,
+        values=TokenValues(*values) if with_values else None,
         slopes=slopes,
     )
 
 
-def compute_tokens(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkLoss:
+    """One of several networks on a frozen base, with the loss that trains it."""
+
+    config: TemperatureLossConfig
+    """Configuration of the loss, `dro` or `ts_ce`."""
+    tempnet: TempNet
+    """The network."""
+    fold_cache: FoldCache | None = None
+    """Cache of W1·W between calls; its owner must clear it when the weights change."""
+
+
+@torch.no_grad()
+def side_by_side_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    networks: Sequence[NetworkLoss],
+    *,
+    num_targets: Tensor | float,
+    gradient_scale: float | None = None,
+    bias: Tensor | None = None,
+    **options: Any,
+) -> list[LinearLoss]:
+    """Compute the losses of K networks, and add the gradients of the networks to `grad` of their parameters.
+
+    Only the temperatures of the networks differ, so that the logits, their norms and their maxima are shared. Each result
+    is that of `linear_language_model_loss` for the network alone. The hidden states and the output weight get no gradients.
+
+    Args:
+        hidden, weight, targets, bias: see :func:`linear_language_model_loss`.
+        networks: the K networks.
+        num_targets: divisor of the losses' sums over tokens.
+        gradient_scale: factor of the gradients of the sums over tokens; None: no gradients.
+        options: vocab_size, soft_cap, with_values, matmul_dtype and chunk_size of `linear_language_model_loss`.
+
+    Raises:
+        ValueError: see :func:`linear_language_model_loss`.
+    """
+    losses = []
+    with torch.autocast(hidden.device.type, enabled=False):
+        for network in networks:
+            plan, parameters = _plan_loss(
+                hidden, weight, network.config, network.tempnet, bias=bias, fold_cache=network.fold_cache, **options
+            )
+            needs = [False] * 5 + [gradient_scale is not None] * len(parameters)
+            losses.append(TokenLoss(plan, hidden, weight, bias, parameters, needs))
+        add_tokens_in_chunks(losses, targets)
+        for loss in losses:
+            for parameter, gradient in zip(loss.parameters, loss.gradients(weight.dtype)[3:], strict=True):
+                if gradient_scale is not None and gradient is not None and parameter.requires_grad:
+                    gradient = gradient.mul_(gradient_scale).to(parameter.dtype)
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+    return [
+        LinearLoss(
+            loss=loss.losses.sum() / num_targets,
+            tau=loss.tau,
+            values=TokenValues(*loss.values) if loss.values else None,
+            slopes=loss.slopes,
+        )
+        for loss in losses
+    ]
+
+
+def supports(tempnet: TempNet) -> bool:
+    """Return whether a TempNet can be computed from W1 x alone: it must have a transform layer and detach its input."""
+    return tempnet.transform is not None and tempnet.config.stop_gradient
+
+
+def _plan_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    config: TemperatureLossConfig,
+    tempnet: TempNet | None,
+    *,
+    vocab_size: int | None = None,
+    bias: Tensor | None = None,
+    soft_cap: float | None = None,
+    with_values: bool = False,
+    matmul_dtype: torch.dtype | None = None,
+    fold: bool | None = None,
+    fold_cache: FoldCache | None = None,
+    chunk_size: int | None = None,
+) -> tuple[LossPlan, tuple[Tensor, ...]]:
+    """Check the arguments of :func:`linear_language_model_loss`; return the plan of the call and TempNet's parameters."""
+    num_rows = len(weight)
+    vocab_size = num_rows if vocab_size is None else vocab_size
+    if not 1 <= vocab_size <= num_rows:
+        raise ValueError(f"vocab_size = {vocab_size} must lie in 1 … {num_rows}, the rows of the output weight")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size = {chunk_size} must be at least 1 token, or None for about 8 million logits")
+    if config.kind.objective == "robust":
+        check_rho(config.rho, vocab_size)
+    parameters: tuple[Tensor, ...] = ()
+    if config.kind.temperature == "tempnet":
+        assert tempnet is not None, f"the loss {config.name!r} needs a TempNet"
+        if not supports(tempnet):
+            raise ValueError("this TempNet has no transform layer, or lets gradients through its input")
+        if tempnet.config.input_size != vocab_size:
+            raise ValueError(
+                f"vocab_size = {vocab_size}, but the TempNet was built for a vocabulary of {tempnet.config.input_size}"
+            )
+        parameters = network_parameters(tempnet)
+    else:
+        tempnet = None
+    can_fold = bias is None and soft_cap is None and (tempnet is None or can_fold_network(tempnet))
+    if tempnet is not None and not tempnet.config.reads_logits:
+        fold = False
+    elif fold and not can_fold:
+        raise ValueError(
+            "fold = True is impossible with an output bias, a soft-cap or input_shift = 'max': what the TempNet reads is "
+            "then not linear in h"
+        )
+    if fold is None and tempnet is not None:
+        fold = can_fold and fold_pays(
+            len(hidden),
+            hidden.shape[1],
+            vocab_size,
+            tempnet.config.hidden_size,
+            num_uses=1 if fold_cache is None else fold_cache.num_uses,
+            trains=any(parameter.requires_grad for parameter in parameters),
+        )
+    plan = LossPlan(
+        config=config,
+        vocab_size=vocab_size,
+        tempnet=tempnet,
+        soft_cap=soft_cap,
+        folds=bool(fold) and tempnet is not None,
+        cache=fold_cache or FoldCache(),
+        chunk_size=chunk_size or max(1, NUM_LOGITS_PER_CHUNK // vocab_size),
+        matmul_dtype=matmul_dtype or hidden.dtype,
+        sum_dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32,
+        with_values=with_values,
+        with_gradients=torch.is_grad_enabled(),
+    )
+    return plan, parameters
+
+
+def _compute(
     plan: LossPlan,
     hidden: Tensor,
     weight: Tensor,
@@ -141,25 +267,14 @@ def compute_tokens(
     parameters: tuple[Tensor, ...],
     needs: Sequence[bool],
     row_weights: Tensor | None = None,
-) -> tuple[TokenResults, tuple[Tensor | None, ...]]:
-    """Compute the results of all tokens and their gradients: with Triton kernels where they can be used, else in chunks.
-
-    Args:
-        plan: plan of the call.
-        hidden, weight, bias, targets: arguments of :func:`linear_language_model_loss`.
-        parameters: parameters of the TempNet, W1 first.
-        needs: which of (hidden, weight, bias, _, _, *parameters) need a gradient.
-        row_weights: (N,) weights; gradients are those of Σ row_weights·loss. None stands for 1.
-
-    Returns:
-        The results, and the gradients of hidden, weight, bias and the parameters; None for those not needed.
-    """
-    inputs = LossInputs.prepare(plan, hidden, weight, bias, parameters)
-    results = TokenResults.allocate(plan, hidden)
-    sums = allocate_gradients(plan, inputs, hidden, weight, bias, needs)
-    add_tokens = add_tokens_by_kernels if can_fuse(plan, hidden) else add_tokens_in_chunks
-    add_tokens(plan, inputs, targets, row_weights, results, sums)
-    return results, finish_gradients(sums, plan, inputs, weight.dtype)
+) -> tuple[TokenLoss, tuple[Tensor | None, ...]]:
+    """Compute the results of all tokens, and the gradients of hidden, weight, bias and the parameters in `needs`."""
+    loss = TokenLoss(plan, hidden, weight, bias, parameters, needs)
+    if can_fuse(plan, hidden):
+        add_tokens_by_kernels(loss, targets, row_weights)
+    else:
+        add_tokens_in_chunks([loss], targets, row_weights)
+    return loss, loss.gradients(weight.dtype)
 
 
 class _LossSum(torch.autograd.Function):
@@ -176,8 +291,8 @@ class _LossSum(torch.autograd.Function):
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         needs = [needed and plan.with_gradients for needed in ctx.needs_input_grad]
-        results, ctx.gradients = compute_tokens(plan, hidden, weight, bias, targets, parameters, needs)
-        outputs = (results.losses.sum(), results.tau, results.slopes, *results.values)
+        loss, ctx.gradients = _compute(plan, hidden, weight, bias, targets, parameters, needs)
+        outputs = (loss.losses.sum(), loss.tau, loss.slopes, *loss.values)
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
 
@@ -192,8 +307,7 @@ class _LossSum(torch.autograd.Function):
         for gradient in gradients:
             if gradient is not None:
                 gradient.mul_(grad_outputs[0])
-        hidden, weight, bias, *parameters = gradients
-        return hidden, weight, bias, None, None, *parameters
+        return *gradients[:3], None, None, *gradients[3:]
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -210,10 +324,10 @@ class _TokenLosses(torch.autograd.Function):
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         needs = (False,) * len(ctx.needs_input_grad)
-        results, _ = compute_tokens(plan, hidden, weight, bias, targets, parameters, needs)
+        loss, _ = _compute(plan, hidden, weight, bias, targets, parameters, needs)
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.plan, ctx.parameters = plan, parameters
-        outputs = (results.losses, results.tau, results.slopes, *results.values)
+        outputs = (loss.losses, loss.tau, loss.slopes, *loss.values)
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
 
@@ -221,8 +335,7 @@ class _TokenLosses(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
         with torch.autocast(hidden.device.type, enabled=False):
-            _, gradients = compute_tokens(
+            _, gradients = _compute(
                 ctx.plan, hidden, weight, bias, targets, ctx.parameters, ctx.needs_input_grad, grad_outputs[0]
             )
-        hidden_grad, weight_grad, bias_grad, *parameter_grads = gradients
-        return hidden_grad, weight_grad, bias_grad, None, None, *parameter_grads
+        return *gradients[:3], None, None, *gradients[3:]

@@ -13,7 +13,7 @@ from jobs.tasks.language_model.config import LanguageModelConfig
 from tempnet.models.causal_lm import NUM_PROFILED_LOGITS
 from tempnet.models.packing import document_mask
 from tempnet.precisions import bytes_saved
-from tempnet.softmax.planning import NUM_LOGITS_PER_CHUNK
+from tempnet.softmax.linear import NUM_LOGITS_PER_CHUNK
 
 
 def estimate_memory(

@@ -26,8 +26,7 @@ from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.models.output_head import output_weight
 from tempnet.oracle import SharedOracle
 from tempnet.softmax.fold import FoldCache
-from tempnet.softmax.linear import LinearLoss
-from tempnet.softmax.side_by_side import Member, side_by_side_losses
+from tempnet.softmax.linear import LinearLoss, NetworkLoss, side_by_side_losses
 from tempnet.statistics import TemperatureStatistics
 
 
@@ -53,7 +52,7 @@ class SideBySideTask(MembersTask, LanguageModelTask):
             self.modules.append(add_tempnet(base, config, tokenizer))
         self.module = nn.ModuleList(self.modules)
         self.members = [
-            Member(
+            NetworkLoss(
                 config=module.loss_config,
                 tempnet=_network(module),
                 fold_cache=FoldCache(self.config.num_accumulation_steps),

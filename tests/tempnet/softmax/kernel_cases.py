@@ -17,10 +17,9 @@ from torch import Tensor
 from tempnet import TempNet, TempNetConfig
 from tempnet.softmax import linear
 from tempnet.softmax.config import TemperatureLossConfig
-from tempnet.softmax.fused import can_fuse
-from tempnet.softmax.kernels import SoftmaxStatistics, softmax_gradients, softmax_statistics
-from tempnet.softmax.launch import Tile, is_available
+from tempnet.softmax.kernels import SoftmaxStatistics, Tile, is_available, softmax_gradients, softmax_statistics
 from tempnet.softmax.reference import IGNORE_INDEX
+from tempnet.softmax.tokens import can_fuse
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 # Small enough that the shapes below have several tiles in every direction.
@@ -111,18 +110,17 @@ class Case:
         rounding = (logits.abs().max() / tau.min()).item() * 2**-24
 
         statistics = self.statistics(tile=TILE, with_unit=True)
-        assert statistics.entropy_unit is not None
-        assert statistics.cross_entropy_unit is not None
+        assert statistics.at_one is not None
         expected = {"maximum": logits.amax(-1), "positive": positive}
         errors = {name: relative_error(getattr(statistics, name), value) for name, value in expected.items()}
         errors["log_sum"] = relative_error(log_partition_of(statistics, self.tau), log_partition)
         assert max(errors.values()) < statistics_tolerance, errors
         # Entropies near 0 are differences of large numbers: an absolute error is what can be asked of them.
         for value, reference in (
-            (statistics.entropy, log_partition - mean / tau),
-            (statistics.cross_entropy[is_valid], (log_partition - positive / tau)[is_valid]),
-            (statistics.entropy_unit, log_partition_unit - mean_unit),
-            (statistics.cross_entropy_unit[is_valid], (log_partition_unit - positive)[is_valid]),
+            (statistics.at_tau.entropy, log_partition - mean / tau),
+            (statistics.at_tau.cross_entropy[is_valid], (log_partition - positive / tau)[is_valid]),
+            (statistics.at_one.entropy, log_partition_unit - mean_unit),
+            (statistics.at_one.cross_entropy[is_valid], (log_partition_unit - positive)[is_valid]),
         ):
             assert (value.dtype, value.shape) == (torch.float32, reference.shape)
             torch.testing.assert_close(value.double(), reference, rtol=1e-5, atol=max(1e-5, 4 * rounding))
@@ -183,15 +181,14 @@ def test_the_tiles_of_a_real_launch(dtype: torch.dtype) -> None:
     case = Case.random(17, 48, 150, dtype=dtype, bias=True, soft_cap=1.5)
     statistics, reference = case.statistics(), case.statistics(tile=TILE)
     torch.testing.assert_close(log_partition_of(statistics, case.tau), log_partition_of(reference, case.tau))
-    assert statistics.entropy_unit is None
-    assert statistics.cross_entropy_unit is None
+    assert statistics.at_one is None
     ours, theirs = (case.gradients(statistics, tile=tile) for tile in (None, TILE))
     for value, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(value, expected)
 
 
 def test_more_row_blocks_than_a_group_and_several_tiles_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempnet.softmax.launch._GROUP", 2)
+    monkeypatch.setattr("tempnet.softmax.kernels._GROUP", 2)
     for num_programs in (1, 6, 7):  # all tiles in one split; two splits and a half-empty last one; three
         monkeypatch.setattr("tempnet.softmax.kernels._NUM_PROGRAMS", num_programs)
         Case.random(40, 8, 110, num_ignored=5).check()
@@ -206,7 +203,7 @@ def test_large_logits_overflow_nowhere() -> None:
     assert (logits.topk(2).values.diff().abs() > 1).all()  # certain to within e⁻²⁰⁰
     assert relative_error(statistics.maximum, logits.amax(-1)) < 1e-6
     assert statistics.log_sum.tolist() == [0.0] * 3
-    assert statistics.entropy.tolist() == [0.0] * 3
+    assert statistics.at_tau.entropy.tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize("tau", [0.001, 0.1, 2.0])
@@ -224,8 +221,8 @@ def test_the_softmax_itself_loses_nothing_at_small_temperatures(tau: float) -> N
     assert torch.equal(logits.float().double(), logits)
     statistics = case.statistics(tile=TILE, with_unit=True)
     for temperature, entropy, cross_entropy in (
-        (exact_tau, statistics.entropy, statistics.cross_entropy),
-        (torch.ones_like(exact_tau), statistics.entropy_unit, statistics.cross_entropy_unit),
+        (exact_tau, statistics.at_tau.entropy, statistics.at_tau.cross_entropy),
+        (torch.ones_like(exact_tau), statistics.at_one.entropy, statistics.at_one.cross_entropy),
     ):
         log_p = (logits / temperature[:, None]).log_softmax(-1)
         torch.testing.assert_close(entropy.double(), -(log_p.exp() * log_p).sum(-1), rtol=1e-5, atol=1e-6)
@@ -254,7 +251,7 @@ def test_views_are_read_right_and_bits_repeat() -> None:
     padded = torch.cat([case.weight, torch.full_like(case.weight[:3], 1e4)])
     view = replace(case, hidden=case.hidden.T.contiguous().T, weight=padded[:50])
     statistics = case.statistics(tile=TILE)
-    assert torch.equal(statistics.cross_entropy, view.statistics(tile=TILE).cross_entropy)
+    assert torch.equal(statistics.at_tau.cross_entropy, view.statistics(tile=TILE).at_tau.cross_entropy)
     ours, theirs = (one.gradients(statistics, tile=TILE) for one in (case, view))
     assert torch.equal(ours[0], theirs[0])
     assert torch.equal(ours[1], theirs[1])
@@ -273,7 +270,7 @@ def test_sizes_of_a_language_model() -> None:
     log_partition = (logits / case.tau[:, None]).logsumexp(-1).double()
     assert relative_error(log_partition_of(statistics, case.tau), log_partition) < 1e-5
     unit = F.cross_entropy(logits, case.targets, reduction="none").double()[is_valid]
-    assert relative_error(statistics.cross_entropy_unit[is_valid], unit) < 1e-5
+    assert relative_error(statistics.at_one.cross_entropy[is_valid], unit) < 1e-5
     theirs = torch.autograd.grad(losses.where(is_valid, 0.0).sum(), leaves)
     ours = case.gradients(statistics, scratch_bytes=64 << 20)
     for value, reference in zip(ours, theirs, strict=False):
@@ -285,7 +282,7 @@ def test_sizes_of_a_language_model() -> None:
     [("ce", "mean"), ("fixed_robust", "none"), ("ts_ce", "none"), ("dro", "mean"), ("proper", "none")],
 )
 def test_the_loss_by_kernels_is_the_loss_in_chunks(name: str, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss, τ, values and every gradient of `tempnet.softmax.fused` equal those of `tempnet.softmax.chunks`."""
+    """Loss, τ, values and every gradient by kernels equal those in chunks."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(17, 24, generator=generator).to(DEVICE).requires_grad_()
     weight = (0.4 * torch.randn(83, 24, generator=generator)).to(DEVICE).requires_grad_()

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tempnet.softmax import launch
-from tempnet.softmax.launch import Tile, is_available
+from tempnet.softmax import kernels
+from tempnet.softmax.kernels import Tile, is_available
 
 CASES = Path(__file__).with_name("kernel_cases.py")
 
@@ -45,7 +45,7 @@ def test_without_triton_or_on_a_cpu_there_are_no_kernels(monkeypatch: pytest.Mon
     assert not is_available(torch.zeros(1))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert not runpy.run_path(launch.__file__)["is_available"](torch.zeros(1))
+    assert not runpy.run_path(kernels.__file__)["is_available"](torch.zeros(1))
 
 
 @pytest.mark.parametrize("name", ["statistics_kernel", "logits_gradient_kernel"])

@@ -22,9 +22,8 @@ from tempnet import TempNet, TempNetConfig
 from tempnet.inference import CachedFold
 from tempnet.softmax.config import LOSS_KINDS, TemperatureLossConfig
 from tempnet.softmax.fold import FoldCache, fold_pays
-from tempnet.softmax.linear import LinearLoss, linear_language_model_loss
+from tempnet.softmax.linear import LinearLoss, NetworkLoss, linear_language_model_loss, side_by_side_losses
 from tempnet.softmax.reference import IGNORE_INDEX, language_model_loss, token_losses, token_slopes
-from tempnet.softmax.side_by_side import Member, side_by_side_losses
 from tempnet.statistics import TokenValues
 
 RHO = 0.4
@@ -454,7 +453,7 @@ def test_a_network_on_hidden_states_survives_saving_and_says_what_it_reads(tmp_p
 V, D, N = 50, 6, 23
 
 
-def make_members(dtype: torch.dtype = torch.float32) -> list[Member]:
+def make_members(dtype: torch.dtype = torch.float32) -> list[NetworkLoss]:
     """Return networks that differ in loss, ρ, τ_max, shift, norm, depth, pooling and initial weights."""
     options: list[dict[str, Any]] = [
         {},
@@ -469,7 +468,7 @@ def make_members(dtype: torch.dtype = torch.float32) -> list[Member]:
         torch.manual_seed(number)
         config = TempNetConfig.for_logits(V, **{"rho": 1.0, "hidden_size": 5, "num_prototypes": 4, **option})
         loss_config = TemperatureLossConfig(name=loss, rho=config.rho, tau_max=config.tau_max)
-        members.append(Member(config=loss_config, tempnet=TempNet(config).to(dtype), fold_cache=FoldCache()))
+        members.append(NetworkLoss(config=loss_config, tempnet=TempNet(config).to(dtype), fold_cache=FoldCache()))
     return members
 
 

@@ -1,0 +1,509 @@
+"""The tokens of a call of the logits-free loss: their temperatures, losses and gradients, in chunks or by kernels.
+
+With p = softmax(L/τ), y the target and V the effective vocabulary:
+
+    cross-entropy   log Σ exp(L/τ) − L_y/τ              ∂/∂L = (p − onehot(y))/τ      ∂/∂τ = (L_y − E_p[L])/τ²
+    robust          τ·(cross-entropy + ρ − log V)       ∂/∂L = p − onehot(y)          ∂/∂τ = H(p) + ρ − log V
+    proper          cross-entropy                       ∂/∂L = p − onehot(y)          ∂/∂τ = H(p) − cross-entropy
+
+The proper score has the value of the cross-entropy, and the gradients of the robust loss with ρ = log V − cross-entropy.
+
+In chunks, only the logits of one chunk exist at a time. They are overwritten in place, first by (L − max L)/τ and then by
+their gradient. All memory is reused for the next chunk, because new memory would cause page faults. Losses that differ only
+in their TempNets share the logits of a chunk, their norms and their maxima.
+
+On a GPU, the Triton kernels of `kernels.py` process all tokens at once: the fold gives τ of every token before the
+vocabulary is read, so that one pass yields all sums that the losses need.
+
+Shapes: N tokens in a call, c of them in a chunk, d hidden size, V effective vocabulary, d1 width of TempNet's first layer, K
+losses.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tempnet.network import TempNet
+from tempnet.oracle import optimal_temperature
+from tempnet.softmax.config import TemperatureLossConfig
+from tempnet.softmax.fold import FoldCache
+from tempnet.softmax.kernels import SoftmaxTerms, is_available, softmax_gradients, softmax_statistics
+from tempnet.softmax.reference import IGNORE_INDEX
+
+# A matrix product in another dtype than the sum it is added to is computed in parts of this many values (1 MiB in
+# bfloat16), which fit in the cache, but of at least this many rows, because products of few rows are slow.
+_NUM_VALUES_AT_A_TIME = 1 << 19
+_MIN_NUM_ROWS = 128
+# Number of logits at the temperatures of several losses that are computed at a time (1 MiB in float32).
+_NUM_LOGITS_AT_A_TIME = 1 << 18
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossPlan:
+    """Everything that determines what a call computes, apart from the tensors that it reads."""
+
+    config: TemperatureLossConfig
+    """Configuration of the loss."""
+    vocab_size: int
+    """Effective vocabulary V; rows of the output weight beyond it are padding."""
+    tempnet: TempNet | None
+    """The temperature network; None for losses without one."""
+    soft_cap: float | None
+    """Logits become soft_cap·tanh(logits/soft_cap); None for no cap."""
+    folds: bool
+    """Whether the TempNet reads W1·W and the hidden state, instead of the chunk's logits."""
+    cache: FoldCache
+    """Cache of matrices that follow from the weights."""
+    chunk_size: int
+    """Number of tokens per chunk."""
+    matmul_dtype: torch.dtype
+    """Dtype of the products with the output weight."""
+    sum_dtype: torch.dtype
+    """Dtype of losses and sums: float32 at least, because bfloat16 would lose small gradients over many chunks."""
+    with_values: bool
+    """Whether to compute the values of `tempnet.statistics.TokenValues`."""
+    with_gradients: bool
+    """Whether autograd is on. `ctx.needs_input_grad` does not tell, because it stays true under no_grad."""
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether a TempNet reads the logits."""
+        return self.tempnet is not None and self.tempnet.config.reads_logits
+
+    @property
+    def is_centred(self) -> bool:
+        """Whether the network reads L − mean L, for which the fold uses centred matrices."""
+        return self.tempnet is not None and self.tempnet.config.input_shift == "mean"
+
+    @property
+    def is_free_of_shifts(self) -> bool:
+        """Whether a constant may be added to all logits of a token, as far as softmax and TempNet are concerned."""
+        reads_them = self.tempnet is None or (self.reads_logits and self.tempnet.config.input_shift == "none")
+        return self.soft_cap is None and not reads_them
+
+
+class Prediction(NamedTuple):
+    """What a TempNet predicts, with the autograd graph from W1 x to τ and the quantities that W1 x was computed from."""
+
+    tau: Tensor
+    """τ with its graph: (c,)."""
+    product: Tensor
+    """W1 x, a leaf of the graph: (c, d1)."""
+    inverse_norm: Tensor
+    """1/‖L‖, or 1 if the input is not normalised: (c,)."""
+    unit: Tensor | None
+    """L/‖L‖ if W1 is applied to the logits, else None: (c, V)."""
+    state: Tensor | None
+    """The normalised hidden states if the network reads them, else None: (c, d)."""
+
+
+class TokenLoss:
+    """One loss of N tokens: the tensors that it reads, its results, and the sums of its gradients.
+
+    Results are (N,), and 0 where the target is ignored. A sum is None, or empty, if it is not needed.
+
+    Args:
+        plan: plan of the call.
+        hidden, weight, bias: arguments of `tempnet.softmax.linear.linear_language_model_loss`.
+        parameters: parameters of the TempNet (:func:`network_parameters`).
+        needs: which of (hidden, weight, bias, _, _, *parameters) need a gradient.
+    """
+
+    def __init__(
+        self,
+        plan: LossPlan,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        parameters: tuple[Tensor, ...],
+        needs: Sequence[bool],
+    ) -> None:
+        dtype, used = plan.matmul_dtype, weight[: plan.vocab_size]
+        self.plan, self.parameters = plan, parameters
+        self.hidden = hidden.to(dtype)
+        self.weight = (plan.cache.centre(used, dtype) if plan.is_free_of_shifts else used).to(dtype)
+        self.bias = None if bias is None else bias[: plan.vocab_size].to(dtype)
+        self.folded: Tensor | None = None
+        if plan.folds:
+            folded = plan.cache.first(parameters[0], self.weight, centred=plan.is_centred, matmul_dtype=dtype)
+            self.folded = folded.to(plan.sum_dtype)
+
+        zeros = [hidden.new_zeros(len(hidden), dtype=plan.sum_dtype) for _ in range(6 if plan.with_values else 3)]
+        self.losses, self.tau, self.slopes, self.values = zeros[0], zeros[1], zeros[2], zeros[3:]
+
+        self.hidden_grad = torch.empty_like(hidden) if needs[0] else None
+        self.weight_grad = torch.empty_like(weight, dtype=plan.sum_dtype) if needs[1] else None
+        if self.weight_grad is not None:
+            # The first chunk writes the gradient and the others add to it, which saves setting a large matrix to zero.
+            self.weight_grad[plan.vocab_size if len(hidden) else 0 :] = 0.0
+        self.bias_grad = torch.zeros_like(bias, dtype=plan.sum_dtype) if bias is not None and needs[2] else None
+        trained = parameters if any(needs[5:]) else ()
+        # With a fold, the gradient of W1 is that of the folded matrix until the end.
+        self.parameter_grads = [
+            torch.empty_like(parameter) if number == 0 and plan.folds else torch.zeros_like(parameter)
+            for number, parameter in enumerate(trained)
+        ]
+        self.folded_grad = torch.zeros_like(self.folded) if trained and self.folded is not None else None
+
+    @property
+    def needs_logits_grad(self) -> bool:
+        """Whether the gradient of the logits is needed."""
+        return not (self.hidden_grad is None and self.weight_grad is None and self.bias_grad is None)
+
+    def write_logits(self, part: slice, out: Tensor) -> Tensor | None:
+        """Write the logits (c, V) of tokens to `out`; return the soft-cap's derivative (c, V) if it is needed."""
+        hidden = self.hidden[part]
+        if hidden.dtype == out.dtype and self.bias is None:
+            torch.mm(hidden, self.weight.T, out=out)
+        else:
+            out.copy_(F.linear(hidden, self.weight, self.bias))
+        slope, cap = None, self.plan.soft_cap
+        if cap is not None:
+            out.div_(cap).tanh_()
+            slope = 1 - out.square() if self.needs_logits_grad else None
+            out.mul_(cap)
+        return slope
+
+    def constant(self, like: Tensor) -> Tensor:
+        """Return the constant τ (c,) of a loss whose temperatures are neither predicted nor optimal."""
+        config = self.plan.config
+        return like.new_full(like.shape[:1], config.tau if config.kind.temperature == "given" else 1.0)
+
+    def predict(self, hidden: Tensor, inverse_norm: Tensor, unit: Tensor | None) -> Prediction:
+        """Predict τ from hidden states (c, d), 1/‖L‖ (c,) and, where logits are read without a fold, L/‖L‖ (c, V)."""
+        tempnet, product, state = self.plan.tempnet, None, None
+        assert tempnet is not None
+        if self.folded is not None:
+            product = (hidden.to(self.plan.sum_dtype) @ self.folded.T) * inverse_norm.unsqueeze(-1)
+        elif unit is not None:
+            product = unit @ self.parameters[0].to(self.plan.sum_dtype).T
+        with torch.set_grad_enabled(bool(self.parameter_grads)), torch.autocast(hidden.device.type, enabled=False):
+            if tempnet.config.reads_state:
+                with torch.no_grad():
+                    state = tempnet.normalize_state(hidden)
+                    part = tempnet.state_product(state)
+                    product = part if product is None else product.to(part.dtype) + part
+            assert product is not None
+            product = product.to(tempnet.first_layer.weight.dtype).detach().requires_grad_()
+            tau = tempnet.from_first_product(product)
+        return Prediction(tau, product, inverse_norm, unit, state)
+
+    def add(
+        self,
+        part: slice,
+        targets: Tensor,
+        tau: Tensor,
+        prediction: Prediction | None,
+        at_tau: SoftmaxTerms,
+        at_one: SoftmaxTerms | None,
+        row_weights: Tensor | None,
+    ) -> Tensor:
+        """Write the results of the tokens in `part`, and add the gradients of the TempNet.
+
+        Args:
+            part: the tokens.
+            targets, tau: (c,) their targets and temperatures.
+            prediction: what the TempNet predicted, if there is one.
+            at_tau, at_one: terms of the softmax at the temperatures and at τ = 1; the latter only with `with_values`.
+            row_weights: (c,) weights; gradients are those of Σ row_weights·loss. None stands for 1.
+
+        Returns:
+            (c,) factors of p − onehot(y) in the gradient of the logits.
+        """
+        losses, slopes, logits_scale, tau_grad = evaluate_objective(self.plan, targets, tau, at_tau, row_weights)
+        self.losses[part], self.tau[part], self.slopes[part] = losses, tau, slopes
+        if self.values:
+            assert at_one is not None
+            is_valid = targets != IGNORE_INDEX
+            self.values[0][part] = at_one.cross_entropy.where(is_valid, 0.0)
+            self.values[1][part] = at_tau.cross_entropy.where(is_valid, 0.0)
+            self.values[2][part] = at_one.entropy
+        if prediction is not None and self.parameter_grads:
+            self._add_network_gradient(self.hidden[part], prediction, tau_grad)
+        return logits_scale
+
+    def _add_network_gradient(self, hidden: Tensor, prediction: Prediction, tau_grad: Tensor) -> None:
+        """Add what follows from ∂loss/∂τ (c,) of tokens whose hidden states (c, d) are given."""
+        product_grad, *gradients = torch.autograd.grad(
+            prediction.tau,
+            [prediction.product, *self.parameters[1:]],
+            tau_grad.to(prediction.tau.dtype),
+            allow_unused=True,
+        )
+        for total, gradient in zip(self.parameter_grads[1:], gradients, strict=True):
+            if gradient is not None:
+                total += gradient
+        if prediction.state is not None:
+            assert self.plan.tempnet is not None
+            of_state = self.plan.tempnet.state_weight
+            place = [parameter is of_state for parameter in network_parameters(self.plan.tempnet)].index(True)
+            self.parameter_grads[place].add_(product_grad.T @ prediction.state.to(product_grad.dtype))
+        if self.folded_grad is not None:
+            scaled = product_grad.to(self.folded_grad.dtype) * prediction.inverse_norm.unsqueeze(-1)
+            self.folded_grad.addmm_(scaled.T, hidden.to(self.folded_grad.dtype))
+        elif prediction.unit is not None:
+            self.parameter_grads[0].add_(product_grad.T @ prediction.unit.to(product_grad.dtype))
+
+    def add_logits_gradient(self, part: slice, gradient: Tensor) -> None:
+        """Add what follows from ∂loss/∂L (c, V) of the tokens in `part`, the first of which is token 0 in the first call."""
+        hidden, vocab_size = self.hidden[part], len(self.weight)
+        if self.bias_grad is not None:
+            self.bias_grad[:vocab_size] += gradient.sum(0)
+        gradient = gradient.to(hidden.dtype)
+        if self.hidden_grad is not None:
+            _multiply_into(self.hidden_grad[part], gradient, self.weight)
+        if self.weight_grad is not None:
+            _multiply_into(self.weight_grad[:vocab_size], gradient.T, hidden, add=part.start > 0)
+
+    def gradients(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+        """Return the gradients of hidden, weight and bias (the latter two in `dtype`) and of all parameters."""
+        if self.folded_grad is not None:
+            # No other term contributes to this gradient, so it is written and not added. The product has the same dtype
+            # as the others with the output weight; under autocast the gradient of W1 is as precise as that of other
+            # matrices.
+            first = self.parameter_grads[0]
+            _multiply_into(first, self.folded_grad.to(self.weight.dtype), self.weight.T)
+            if self.plan.is_centred:
+                first.sub_(first.mean(-1, keepdim=True))
+        weight = None if self.weight_grad is None else self.weight_grad.to(dtype)
+        bias = None if self.bias_grad is None else self.bias_grad.to(dtype)
+        parameters: Sequence[Tensor | None] = self.parameter_grads or [None] * len(self.parameters)
+        return self.hidden_grad, weight, bias, *parameters
+
+
+def network_parameters(tempnet: TempNet) -> tuple[Tensor, ...]:
+    """Return the network's parameters, W1 first and the others in the order of `parameters()`.
+
+    Each is read as an attribute of its module, because under ZeRO-3 this makes DeepSpeed gather it.
+    """
+    first = tempnet.first_layer.weight
+    parameters = (
+        getattr(module, name) for module in tempnet.modules() for name, _ in module.named_parameters(recurse=False)
+    )
+    return first, *(parameter for parameter in parameters if parameter is not first)
+
+
+def evaluate_objective(
+    plan: LossPlan, targets: Tensor, tau: Tensor, softmax: SoftmaxTerms, row_weights: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the loss of every token and its derivatives; the formulas are in the docstring of this module.
+
+    Args:
+        plan: plan of the call, which names the objective, ρ and V.
+        targets: (c,) int64; IGNORE_INDEX marks tokens that are not counted.
+        tau: (c,) temperatures.
+        softmax: terms of softmax(L/τ) at these temperatures.
+        row_weights: (c,) weights; gradients are those of Σ row_weights·loss. None stands for 1.
+
+    Returns:
+        Losses, slopes ∂loss/∂τ, factors of p − onehot(y) in the gradient of the logits, and gradients of τ, the last two
+        including the weights: (c,) each, 0 where the target is ignored.
+    """
+    is_valid = targets != IGNORE_INDEX
+    cross_entropy, entropy, excess = softmax
+    scale = is_valid.to(plan.sum_dtype) if row_weights is None else row_weights.where(is_valid, 0.0)
+    if plan.config.kind.objective == "robust":
+        offset = plan.config.rho - math.log(plan.vocab_size)
+        losses, slopes, logits_scale = tau * (cross_entropy + offset), entropy + offset, scale
+    elif plan.config.kind.objective == "proper":
+        losses, slopes, logits_scale = cross_entropy, excess, scale
+    else:
+        losses, slopes, logits_scale = cross_entropy, excess / tau, scale / tau
+    slopes = slopes.where(is_valid, 0.0)
+    return losses.where(is_valid, 0.0), slopes, logits_scale, slopes * scale
+
+
+def add_tokens_in_chunks(losses: Sequence[TokenLoss], targets: Tensor, row_weights: Tensor | None = None) -> None:
+    """Compute the results of all tokens and add their gradients, for losses of the same hidden states and output weight.
+
+    Args:
+        losses: one loss, or several of which none needs a gradient of the logits.
+        targets: (N,) int64 targets.
+        row_weights: (N,) weights; gradients are those of Σ row_weights·loss. None stands for 1.
+    """
+    first, groups = losses[0], defaultdict(list)
+    for loss in losses:  # Networks that read the logits with the same shift, or do not read them, are one group.
+        tempnet = loss.plan.tempnet
+        groups[tempnet.config.input_shift if tempnet and tempnet.config.reads_logits else "none"].append(loss)
+    # A network that reads the logits as they are needs those of the weight as it is, which suit the others too.
+    base = next((loss for loss in losses if not loss.plan.is_free_of_shifts), first)
+    num_tokens, size = len(targets), first.plan.chunk_size
+    buffers = first.losses.new_empty(2, min(size, num_tokens), first.plan.vocab_size)
+    for start in range(0, num_tokens, size):
+        part = slice(start, min(start + size, num_tokens))
+        weights = None if row_weights is None else row_weights[part].to(first.plan.sum_dtype)
+        logits, work = buffers[:, : part.stop - start]
+        cap_slope = base.write_logits(part, logits)
+        for number, group in enumerate(groups.values(), start=1):
+            # Shifted logits are rounded anew, so that every group begins with those of the base.
+            own = logits if number == len(groups) else logits.clone()
+            _add_group(group, part, targets[part], weights, own, work, cap_slope)
+
+
+def _add_group(
+    group: Sequence[TokenLoss],
+    part: slice,
+    targets: Tensor,
+    row_weights: Tensor | None,
+    logits: Tensor,
+    work: Tensor,
+    cap_slope: Tensor | None,
+) -> None:
+    """Process the tokens in `part` for losses of one group; logits (c, V) and working memory (c, V) are overwritten."""
+    predicted = _temperatures(group, group[0].hidden[part], logits)
+    safe_targets = targets.where(targets != IGNORE_INDEX, 0).unsqueeze(-1)
+    # The maximum is subtracted before the division, because L/τ would lose the digits of small differences at small τ.
+    shifted = logits.sub_(logits.amax(-1, keepdim=True))
+    at_one = _compute_softmax(shifted.clone(), safe_targets, work) if group[0].plan.with_values else None
+    if len(group) == 1:
+        terms = [_compute_softmax(shifted.div_(predicted[0][0].unsqueeze(-1)), safe_targets, work)]
+    else:
+        terms = _softmax_at_all(shifted, torch.stack([tau for tau, _ in predicted]), safe_targets)
+    for loss, (tau, prediction), at_tau in zip(group, predicted, terms, strict=True):
+        logits_scale = loss.add(part, targets, tau, prediction, at_tau, at_one, row_weights)
+        if loss.needs_logits_grad:
+            gradient = work  # The probabilities p.
+            if not bool((logits_scale == 1).all()):
+                gradient.mul_(logits_scale.unsqueeze(-1))
+            gradient.scatter_add_(-1, safe_targets, -logits_scale.unsqueeze(-1))
+            if cap_slope is not None:
+                gradient.mul_(cap_slope)
+            loss.add_logits_gradient(part, gradient)
+
+
+def _temperatures(group: Sequence[TokenLoss], hidden: Tensor, logits: Tensor) -> list[tuple[Tensor, Prediction | None]]:
+    """Return τ (c,) and its prediction for every loss of a group; the logits (c, V) may be shifted in place."""
+    readers = [loss.plan.tempnet for loss in group if loss.plan.tempnet and loss.plan.reads_logits]
+    if readers and (offset := readers[0].input_offset(logits)) is not None:
+        logits.sub_(offset)
+
+    @functools.cache
+    def inverse_norm(is_normalised: bool) -> Tensor:
+        if not is_normalised:
+            return torch.ones_like(logits[:, 0])
+        return 1.0 / torch.linalg.vector_norm(logits, dim=-1).clamp(min=1e-12)
+
+    @functools.cache
+    def unit(is_normalised: bool) -> Tensor:
+        return logits * inverse_norm(is_normalised).unsqueeze(-1)
+
+    found: list[tuple[Tensor, Prediction | None]] = []
+    for loss in group:
+        plan, config = loss.plan, loss.plan.config
+        if config.kind.temperature == "oracle":
+            found.append((optimal_temperature(logits, config.rho, config.tau_min, config.tau_max), None))
+        elif plan.tempnet is None:
+            found.append((loss.constant(logits), None))
+        else:
+            kind = plan.reads_logits and plan.tempnet.config.normalize_input
+            prediction = loss.predict(
+                hidden, inverse_norm(kind), unit(kind) if plan.reads_logits and not plan.folds else None
+            )
+            found.append((prediction.tau.detach().to(plan.sum_dtype), prediction))
+    return found
+
+
+def _compute_softmax(scores: Tensor, targets: Tensor, out: Tensor) -> SoftmaxTerms:
+    """Write the probabilities p (c, V) to `out`, and return their cross-entropy, entropy and its excess.
+
+    The largest p is 1/Σ exp(s), which gives the partition function without another pass. On CPUs, a product in place
+    and its sum is several times faster than `vecdot`.
+
+    Args:
+        scores: (c, V) scores s whose row maxima are 0; they are overwritten.
+        targets: (c, 1) targets.
+        out: (c, V) memory for p.
+    """
+    positive = scores.gather(-1, targets).squeeze(-1)
+    torch.softmax(scores, dim=-1, out=out)
+    log_partition = -out.amax(-1).log()
+    mean = scores.mul_(out).sum(-1)
+    return SoftmaxTerms(log_partition - positive, log_partition - mean, positive - mean)
+
+
+def _softmax_at_all(shifted: Tensor, tau: Tensor, targets: Tensor) -> list[SoftmaxTerms]:
+    """Return the terms at the temperatures (K, c) of all losses, a few rows of logits at a time, which stay in the cache.
+
+    The logits (c, V) have row maxima of 0; the targets are (c, 1).
+    """
+    num_losses, (num_rows, vocab_size) = len(tau), shifted.shape
+    size = max(1, _NUM_LOGITS_AT_A_TIME // (num_losses * vocab_size))
+    scores, work = shifted.new_empty(2, num_losses * size, vocab_size)
+    found = shifted.new_empty(3, num_losses, num_rows)
+    for start in range(0, num_rows, size):
+        rows = slice(start, min(start + size, num_rows))
+        count = rows.stop - start
+        mine = scores[: num_losses * count]
+        torch.div(shifted[rows], tau[:, rows].unsqueeze(-1), out=mine.view(num_losses, count, vocab_size))
+        terms = _compute_softmax(mine, targets[rows].repeat(num_losses, 1), work[: len(mine)])
+        for total, values in zip(found, terms, strict=True):
+            total[:, rows] = values.view(num_losses, count)
+    return [SoftmaxTerms(*of_loss) for of_loss in found.unbind(1)]
+
+
+def can_fuse(plan: LossPlan, hidden: Tensor) -> bool:
+    """Return whether the kernels can process a call: they must run on the device, and τ must not need the logits."""
+    is_known = plan.folds if plan.reads_logits else plan.config.kind.temperature != "oracle"
+    return is_known and is_available(hidden.new_empty(0, dtype=plan.matmul_dtype))
+
+
+def add_tokens_by_kernels(loss: TokenLoss, targets: Tensor, row_weights: Tensor | None) -> None:
+    """Compute the results of all tokens and their gradients; the arguments are those of :func:`add_tokens_in_chunks`."""
+    if not len(loss.hidden):
+        return  # A kernel cannot be launched on an empty input; all sums are already 0.
+    plan, hidden = loss.plan, loss.hidden.to(loss.plan.sum_dtype)
+    prediction, inverse_norm = None, torch.ones_like(hidden[:, 0])
+    if plan.tempnet is None:
+        tau = loss.constant(hidden)
+    else:
+        if plan.reads_logits and plan.tempnet.config.normalize_input:
+            gram = plan.cache.gram(loss.weight, centred=plan.is_centred)
+            squared_norm = torch.linalg.vecdot(hidden @ gram, hidden).clamp(min=0.0)
+            inverse_norm = squared_norm.sqrt().clamp(min=1e-12).reciprocal()
+        prediction = loss.predict(hidden, inverse_norm, None)
+        tau = prediction.tau.detach().to(plan.sum_dtype)
+    layer: dict[str, Any] = {"bias": loss.bias, "soft_cap": plan.soft_cap}
+    statistics = softmax_statistics(loss.hidden, loss.weight, targets, tau, with_unit=plan.with_values, **layer)
+    logits_scale = loss.add(slice(None), targets, tau, prediction, statistics.at_tau, statistics.at_one, row_weights)
+    if not loss.needs_logits_grad:
+        return
+    totals = (
+        loss.hidden_grad,
+        None if loss.weight_grad is None else loss.weight_grad[: plan.vocab_size],
+        None if loss.bias_grad is None else loss.bias_grad[: plan.vocab_size],
+    )
+    needs = (loss.hidden_grad is not None, loss.weight_grad is not None, loss.bias_grad is not None)
+    gradients = softmax_gradients(
+        loss.hidden, loss.weight, targets, tau, statistics, logits_scale, needs=needs, **layer
+    )
+    for total, gradient in zip(totals, gradients, strict=True):
+        if total is not None and gradient is not None:
+            total.copy_(gradient)
+
+
+def _multiply_into(total: Tensor, left: Tensor, right: Tensor, *, add: bool = False) -> None:
+    """Write the matrix product left·right to `total`, or add it: (m, k)·(k, n) → (m, n).
+
+    If the product has another dtype than `total`, it is computed in blocks of rows in one small buffer, because
+    copying a matrix as large as the output weight for every chunk would cost more than the product.
+    """
+    if left.dtype == total.dtype:
+        total.addmm_(left, right, beta=1.0 if add else 0.0)
+        return
+    num_rows = max(_MIN_NUM_ROWS, _NUM_VALUES_AT_A_TIME // total.shape[1])
+    product = left.new_empty(min(num_rows, len(total)), total.shape[1])
+    for total_rows, left_rows in zip(total.split(num_rows), left.split(num_rows), strict=True):
+        part = torch.mm(left_rows, right, out=product[: len(total_rows)])
+        if add:
+            total_rows.add_(part)
+        else:
+            total_rows.copy_(part)
