@@ -30,9 +30,9 @@ from torch import Tensor
 from jobs.engine.checkpoint_files import count_writers
 from jobs.tasks.presets.clip import SAMPLE_IMAGES
 from pipelines.images.archives import list_image_archives
-from pipelines.images.labels import read_numbers
 from pipelines.images.manifest import ImageManifest, read_index
 from pipelines.images.pairs import PairSource
+from pipelines.images.temperature_table import read_numbers
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.contrastive.state import state_file_names
 from tempnet.models.dual_encoder import DualEncoder, load_pair_tempnets

@@ -66,7 +66,7 @@ def _predict_pairs(arguments: Sequence[str]) -> int:
     from jobs.scoring.temperatures.pairs import predict_pairs, resolve_settings
     from jobs.scoring.units import UnitStore
     from pipelines.images.archives import list_image_archives
-    from pipelines.images.labels import read_numbers
+    from pipelines.images.temperature_table import read_numbers
     from pipelines.storage import resolve
 
     with ending_in_one_line():

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     from jobs.engine.cluster import start_ray
     from pipelines.images.prepare import check_source, describe, prepare_images
     from pipelines.problems import TooManyProblemsError
-    from pipelines.retries import RETRIES, describe_retries
+    from pipelines.store_errors import RETRIES, describe_retries
 
     with refusals_on_one_line():
         job = tyro.cli(PrepareImagesJob, args=arguments, prog="python -m jobs.prepare_images", description=__doc__)

@@ -51,10 +51,9 @@ def main(arguments: Sequence[str]) -> int:
     from jobs.engine.cluster import start_ray
     from pipelines.archives import list_archives
     from pipelines.problems import TooManyProblemsError
-    from pipelines.retries import RETRIES, describe_retries
-    from pipelines.text.documents import DocumentConfig
+    from pipelines.store_errors import RETRIES, describe_retries
     from pipelines.text.manifest import Layout
-    from pipelines.text.packing import PackingConfig
+    from pipelines.text.packing import DocumentConfig, PackingConfig
     from pipelines.text.prepare import describe, prepare_text
     from pipelines.text.tokenization import load_tokenizer
 

@@ -23,8 +23,7 @@ from typing import Protocol, Self, TypeVar
 import pyarrow as pa
 from pyarrow import fs
 
-from pipelines.retries import RETRIES
-from pipelines.store_errors import explain, is_final
+from pipelines.store_errors import RETRIES, explain, is_final
 
 Result = TypeVar("Result")
 

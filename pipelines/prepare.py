@@ -19,8 +19,8 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from pipelines.problems import Reading, check_problems, list_lost
-from pipelines.retries import RETRIES, RetryLog
 from pipelines.storage import create_directory, read_json, write_json
+from pipelines.store_errors import RETRIES, RetryLog
 
 _NUM_THREADS = 16
 _NUM_CHARACTERS_OF_NAME = 100
@@ -127,7 +127,7 @@ def run_tasks(
     """Call `run(number)` for every unit that has no record in `directory` yet; return the records of all units in order.
 
     Requests to object stores that the tasks had to repeat are shown on the standard error, and counted in
-    `pipelines.retries.RETRIES`.
+    `pipelines.store_errors.RETRIES`.
 
     Args:
         run: function that runs in a Ray task and returns a JSON object. The object is saved as the unit's record after

@@ -4,7 +4,7 @@ Each Ray task reads this rank's items of one window, or of a few batches of a wi
 time. Ray Data reads ahead of the consumer within its memory budget and preserves the order. A run is resumed by
 passing its cursor (the next place) as `start`. Sources that hold their data in memory are read without Ray Data, in
 the same order, and so are all others where Ray is not running. What readers count of repeated requests
-(`pipelines.retries`) travels beside the batches.
+(`pipelines.store_errors`) travels beside the batches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import ray.data
 from ray.data import DataContext
 
 from pipelines.plan import ShuffleWindow, StreamPlan, rank_places
-from pipelines.retries import RETRIES
+from pipelines.store_errors import RETRIES
 
 Batch = dict[str, np.ndarray]
 Item = TypeVar("Item")

@@ -13,7 +13,7 @@ import os
 import tarfile
 from collections.abc import Callable, Iterator
 
-from pipelines.decompression import Readable, Seekable
+from pipelines.lines import Readable, Seekable
 
 MAX_HEADER_BYTES = 2**16
 """Maximum size of an extended header (a pax header, or a GNU header for a long name), in bytes.

@@ -71,7 +71,7 @@ class RunState:
     order_version: int = 1
     """Version of the order in which training data are read (`pipelines.plan.StreamPlan.order_version`)."""
     store_retries: int = 0
-    """Number of requests to object stores that were repeated (`pipelines.retries`)."""
+    """Number of requests to object stores that were repeated (`pipelines.store_errors`)."""
     batches_digest: str = ""
     """Hash of the items of every batch so far, in order; empty at the beginning."""
 

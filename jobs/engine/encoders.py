@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from jobs.engine.config import EncoderSection
-from pipelines.sources import checked_copy
+from pipelines.local_copy import checked_copy
 from tempnet.weights import check_weight_files, load_fitting
 
 

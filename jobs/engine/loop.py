@@ -36,8 +36,8 @@ from jobs.engine.system_metrics import SystemMetrics
 from jobs.engine.task import Statistics, Task
 from jobs.engine.watch import Validation
 from jobs.engine.worker_context import WorkerContext
-from pipelines.retries import RETRIES, RetryLog
 from pipelines.storage import compute_digest
+from pipelines.store_errors import RETRIES, RetryLog
 from pipelines.stream import Batch
 
 

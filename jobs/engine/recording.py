@@ -19,8 +19,8 @@ from jobs.engine.metrics import send_metrics
 from jobs.engine.rivals import verdict
 from jobs.engine.task import Plan, PreparedTask
 from jobs.engine.tracking import TrackedRun, finish_run, reconnection_uri, survive_outage
-from pipelines.retries import RETRIES
 from pipelines.storage import read_json, resolve, write_json
+from pipelines.store_errors import RETRIES
 
 
 def keep_end(config: TrainingConfig, unsent_metrics: Sequence[Sequence[Any]], *, note: str) -> None:

@@ -19,7 +19,7 @@ from mlflow.entities import Dataset, DatasetInput, Experiment, InputTag, Lifecyc
 from mlflow.exceptions import MlflowException
 
 from jobs.engine.masking import masked
-from pipelines.file_locks import open_locked
+from pipelines.block_cache import open_locked
 
 SQLITE = "sqlite:///"
 _NUM_ATTEMPTS = 5

@@ -37,8 +37,8 @@ from jobs.engine.cluster import CPU_ENVIRONMENT, check_resources, start_ray
 from jobs.engine.console import clock
 from jobs.engine.identity import differences
 from jobs.scoring.config import PoolSection
-from pipelines.retries import RETRIES, RetryLog
 from pipelines.storage import create_directory, read_bytes, read_json, resolve, write_bytes, write_json
+from pipelines.store_errors import RETRIES, RetryLog
 from pipelines.stream import Batch
 
 Unit = TypeVar("Unit")

@@ -26,13 +26,12 @@ from typing import Any, Literal
 from pyarrow import fs
 
 from pipelines.archives import ArchiveFormat, list_source, resolve_source
-from pipelines.decompression import MAGIC_BYTES, compression_of
-from pipelines.images.caption_files import CaptionFile
+from pipelines.images.captions import CaptionFile
+from pipelines.lines import MAGIC_BYTES, compression_of, decode
 from pipelines.object_store import open_for_reading
 from pipelines.problems import Problem
 from pipelines.storage import relative
 from pipelines.tars import TarMember, tar_members
-from pipelines.text.lines import decode
 
 MAX_IMAGE_BYTES = 2**26
 """Maximum size of an image file in bytes; a reader holds several files at its peak, and one decoded image."""

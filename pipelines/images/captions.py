@@ -1,17 +1,21 @@
-"""Tokenise captions to a fixed length, and add noise to captions.
+"""Captions: tokenised to a fixed length, with noise, and read from a JSON file of their own (COCO, Flickr30K, Flickr8k).
 
 Shapes: n captions of t tokens each.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
+
+from pipelines.storage import resolve
 
 RANDOM_WORD = "random"
 
@@ -107,3 +111,129 @@ class CaptionNoise:
         at = int(rng.integers(len(words)))
         words[at : at + 1] = [] if is_deletion else [RANDOM_WORD]
         return " ".join(words), True
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptionFile:
+    """Captions by the path of their image; use :meth:`load` to read them from a file."""
+
+    captions: dict[str, tuple[str, ...]]
+    """Mapping from an image's path, as the file spells it, to its captions in the order of the file."""
+    invalid: tuple[tuple[str, str], ...] = ()
+    """Place and reason of every record, or caption of a record, that cannot be used."""
+
+    @classmethod
+    def load(cls, uri: str, splits: Sequence[str] = ()) -> CaptionFile:
+        """Read a JSON file in one of two forms.
+
+        * Karpathy's form: `{"images": [{"filename", "filepath"?, "split", "sentences": [{"raw"}]}]}`.
+        * A list of `{"image": path, "caption": string or list of strings}`; an image may occur several times.
+
+        Args:
+            uri: path or URI of the JSON file.
+            splits: splits of Karpathy's form to read, such as "train"; if empty, all images are read.
+
+        A record without a path or captions, and a caption that is no text, cost themselves (`invalid`).
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            ValueError: if the file has another form or no usable record, or if a split is unknown or not applicable.
+        """
+        return _load(uri, tuple(filter(None, splits)))  # `--splits ""` gives one empty string, which selects no split.
+
+    def find(self, path: str) -> str | None:
+        """Return the path in this file of the image that `path` names, or None if there is none.
+
+        Two paths match if one of them ends in the other, compared by whole path components: `val2014/1.jpg` in the
+        JSON file is found as `coco/val2014/1.jpg` and, if that is unambiguous, as `1.jpg`.
+        """
+        parts = path.split("/")
+        for first in range(len(parts)):
+            name = "/".join(parts[first:])
+            if name in self.captions:
+                return name
+        return self._by_ending.get(path)
+
+    @cached_property
+    def _by_ending(self) -> dict[str, str | None]:
+        """Mapping from every proper suffix of the images' paths to the path, or to None if several paths share it."""
+        endings: dict[str, str | None] = {}
+        for name in self.captions:
+            parts = name.split("/")
+            for first in range(1, len(parts)):
+                ending = "/".join(parts[first:])
+                endings[ending] = None if ending in endings else name
+        return endings
+
+
+@lru_cache(maxsize=2)
+def _load(uri: str, splits: tuple[str, ...]) -> CaptionFile:
+    filesystem, path = resolve(uri)
+    with filesystem.open_input_stream(path) as stream:
+        data = stream.read()
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:  # An integer of thousands of digits also raises ValueError.
+        raise _explain(uri, f"{type(error).__name__}: {error}") from error
+    if isinstance(content, dict):
+        records, parse = content.get("images"), _parse_karpathy
+        if splits:
+            records = _select(records, uri, splits)
+    else:
+        records, parse = content, _parse_listed
+        if splits:
+            raise ValueError(
+                f"splits = {' '.join(splits)}, but captions = {uri!r} is a list without splits: leave it empty"
+            )
+    if not isinstance(records, list):
+        raise _explain(uri, f"it holds {_name(content)}")
+    captions: dict[str, tuple[str, ...]] = {}
+    invalid: list[tuple[str, str]] = []
+    for number, record in enumerate(records):
+        try:
+            name, texts = parse(record)
+        except (KeyError, TypeError, AttributeError) as error:
+            invalid.append((f"record {number}", f"{type(error).__name__}: {error}"))
+            continue
+        invalid += [
+            (name, f"one of the captions is {_name(text)}, not text") for text in texts if type(text) is not str
+        ]
+        if usable := tuple(text for text in texts if isinstance(text, str)):
+            captions[name] = captions.get(name, ()) + usable
+    if not captions:
+        reason = f"{invalid[0][0]}: {invalid[0][1]}" if invalid else "it names no image"
+        raise _explain(uri, reason)
+    return CaptionFile(captions=captions, invalid=tuple(invalid))
+
+
+def _name(value: object) -> str:
+    return "null" if value is None else f"a {type(value).__name__}"
+
+
+def _explain(uri: str, reason: str) -> ValueError:
+    return ValueError(
+        f"captions = {uri!r} is not understood ({reason}); expected Karpathy's form, or a list of "
+        '{"image": path, "caption": string or list}'
+    )
+
+
+def _select(images: object, uri: str, splits: tuple[str, ...]) -> list[Any]:
+    """Return the records of Karpathy's form that belong to the splits."""
+    records = [image for image in images if isinstance(image, dict)] if isinstance(images, list) else []
+    present = {str(image.get("split")) for image in records}
+    if unknown := sorted(set(splits) - present):
+        splits_present = ", ".join(sorted(present)) or "none"
+        raise ValueError(f"splits: {unknown[0]!r} is not in captions = {uri!r}; it has {splits_present}")
+    return [image for image in records if image.get("split") in splits]
+
+
+def _parse_karpathy(record: Any) -> tuple[str, list[object]]:
+    name = "/".join(part for part in (record.get("filepath", ""), record["filename"]) if part)
+    return name, [sentence["raw"] for sentence in record["sentences"]]
+
+
+def _parse_listed(record: Any) -> tuple[str, list[object]]:
+    name, caption = record["image"], record["caption"]
+    if not isinstance(name, str):
+        raise TypeError(f"the path of the image is {_name(name)}, not text")
+    return name, [caption] if isinstance(caption, str) or caption is None else list(caption)

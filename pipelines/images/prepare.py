@@ -31,7 +31,7 @@ from pipelines.images.archives import (
     list_image_source,
     read_samples,
 )
-from pipelines.images.caption_files import CaptionFile
+from pipelines.images.captions import CaptionFile
 from pipelines.images.decoding import LARGEST_MAX_PIXELS, MAX_PIXELS, ImageError, check_image
 from pipelines.images.manifest import (
     ASSEMBLY,

@@ -1,4 +1,4 @@
-"""Define the table of temperatures of image–text pairs, and read it in the order of a prepared data set.
+"""Numbers of image–text pairs: the table of their temperatures, and a field of the JSON file of every sample.
 
 The table is a directory of Parquet files `part-*.parquet` with one row per pair. A pair is identified by its key and
 its caption, not by its id, because the id depends on what else was prepared with the pair.
@@ -8,14 +8,25 @@ Shapes: N pairs, d dimensions of an embedding.
 
 from __future__ import annotations
 
+import json
+import math
+import tarfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import TypeGuard
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow.fs import FileSelector, FileType
 
+from pipelines.archives import resolve_source
+from pipelines.images.archives import MAX_CAPTION_BYTES, ImageArchive, make_printable
 from pipelines.images.manifest import ImageManifest, read_index
-from pipelines.storage import resolve
+from pipelines.object_store import open_for_reading
+from pipelines.storage import relative, resolve
+from pipelines.tars import tar_members
 
 _TAU = ("tau_image", "tau_text")
 _NUM_EXAMPLES = 3
@@ -103,3 +114,63 @@ def _name_rows(table: pa.Table) -> pa.Array:
     """Return (rows,) key and caption joined by a line break, which is unambiguous because no key contains one."""
     columns = (table[name].combine_chunks().cast(pa.large_string()) for name in ("key", "caption"))
     return pc.binary_join_element_wise(*columns, pa.scalar("\n", pa.large_string()))
+
+
+_SUFFIX = ".json"
+
+
+def read_numbers(uri: str, archives: Sequence[ImageArchive], field: str) -> Iterator[tuple[str, float]]:
+    """Yield key and number of every sample whose JSON file has a finite number in a field, in stored order.
+
+    Samples without one are left out, and so is what follows the place where a tar is damaged. As archives may have the same
+    keys, those of every archive but the first are yielded with the archive's name before them
+    (`pipelines.images.manifest.ImageShard.key_prefix`), and without it where no archive before has them.
+
+    Args:
+        uri: the URI that `archives` were listed from.
+        archives: tars of WebDataset samples; groups of image files have no JSON files.
+        field: name of the field.
+
+    Raises:
+        ValueError: at the end, if no sample has a number in this field; the message names fields of a sample that have one.
+        OSError: if an archive cannot be opened.
+    """
+    filesystem, root = resolve_source(uri)
+    is_found = False
+    seen: set[str] = set()
+    others: set[str] = set()
+    for archive in archives:
+        if archive.files:
+            continue
+        with open_for_reading(filesystem, archive.path) as stream, suppress(tarfile.TarError):
+            for info, member in tar_members(stream):
+                name = make_printable(info.name)
+                if not name.lower().endswith(_SUFFIX) or not info.isreg() or info.size > MAX_CAPTION_BYTES:
+                    continue
+                record = _parse(member.read(info.size))
+                if _is_number(value := record.get(field)):
+                    is_found = True
+                    key = name[: -len(_SUFFIX)]
+                    if key not in seen:
+                        seen.add(key)
+                        yield key, float(value)
+                    if archive is not archives[0]:
+                        yield f"{relative(archive.path, root)}/{key}", float(value)
+                elif not others:
+                    others = {key for key, value in record.items() if _is_number(value)}
+    if not is_found:
+        raise ValueError(
+            f"label = {field}: no .json in {uri} has a number in this field"
+            + (f"; fields with numbers are {', '.join(sorted(others))}" if others else "")
+        )
+
+
+def _parse(data: bytes) -> dict[str, object]:
+    with suppress(ValueError, RecursionError):
+        if isinstance(record := json.loads(data), dict):
+            return record
+    return {}
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

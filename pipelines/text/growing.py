@@ -24,8 +24,8 @@ from pipelines.actor_start import wait_until_started
 from pipelines.plan import StreamPlan
 from pipelines.prepare import read_records
 from pipelines.problems import TooManyProblemsError, check_problems
-from pipelines.retries import RETRIES
 from pipelines.storage import compute_digest, read_json, write_json
+from pipelines.store_errors import RETRIES
 from pipelines.text.manifest import ArchiveEntry, Layout, Manifest, ShardEntry, archive_from_json, make_row_keys
 from pipelines.text.prepare import PartTask, PrepareConfig, PreparedTarget
 
@@ -290,7 +290,7 @@ class PartPreparer:
         return [shard.num_rows for shard in self._entries[part].shards]
 
     def take_retries(self) -> int:
-        """Return what was counted of repeated requests since the last call (`pipelines.retries.Retries.take`)."""
+        """Return what was counted of repeated requests since the last call (`pipelines.store_errors.Retries.take`)."""
         return RETRIES.take()
 
     def _start_parts(self) -> None:

@@ -13,8 +13,7 @@ import numpy as np
 from pipelines.plan import StreamPlan
 from pipelines.problems import lost_name
 from pipelines.storage import compute_digest, read_manifest, write_manifest
-from pipelines.text.documents import DocumentConfig
-from pipelines.text.packing import PackingConfig
+from pipelines.text.packing import DocumentConfig, PackingConfig
 from pipelines.text.windows import WindowConfig
 
 FORMAT_VERSION = 4

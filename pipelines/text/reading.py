@@ -33,19 +33,22 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from pipelines.archives import NUM_NAMES_SHOWN, Archive, ArchiveFormat, describe_names, format_of, resolve_source
-from pipelines.decompression import (
+from pipelines.lines import (
     MAGIC_BYTES,
+    MAX_RECORD_BYTES,
     DamagedError,
     Decompressed,
     Readable,
     compression_of,
+    decode,
     decompress,
+    read_line_range,
+    split_lines,
 )
 from pipelines.object_store import InputFile, open_for_reading
 from pipelines.problems import Problem, note
 from pipelines.storage import relative
 from pipelines.tars import tar_members
-from pipelines.text.lines import MAX_RECORD_BYTES, decode, read_line_range, split_lines
 
 PART_BYTES = 8 * 2**20
 """Number of stored bytes that complete a part. An archive that is not larger is one part."""
@@ -97,7 +100,7 @@ class Part:
     """Range of an archive; its unit is bytes, or row groups for a Parquet file."""
 
     start: int = 0
-    """Where the part begins: for a tar, a header; in a file of lines, any byte (`pipelines.text.lines`)."""
+    """Where the part begins: for a tar, a header; in a file of lines, any byte (`pipelines.lines`)."""
     stop: int | None = None
     """Where the next part begins. None for the last part, which reports how the archive ends."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pipelines.sources import checked_copy
+from pipelines.local_copy import checked_copy
 
 END_OF_TEXT = "<|endoftext|>"
 # Number of tokens that are decoded together to cut their text into pieces, and how many of them are kept for the next.

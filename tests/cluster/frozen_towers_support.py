@@ -24,7 +24,7 @@ from jobs.tasks.dual_encoder.config import (
 from jobs.tasks.dual_encoder.data import pair_source
 from jobs.tasks.dual_encoder.features import caption_noise, embeddings_of, refer_to_towers
 from jobs.tasks.dual_encoder.task import ClipTask, PairData
-from pipelines.images.embeddings import PairEmbeddings
+from pipelines.features import PairEmbeddings
 from pipelines.images.manifest import ImageManifest
 from pipelines.stream import Batch
 

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from pipelines.images.archives import ImageSample, list_image_archives, read_samples
-from pipelines.images.caption_files import CaptionFile
+from pipelines.images.captions import CaptionFile
 from pipelines.images.manifest import ImageManifest
 from pipelines.images.prepare import IndexTask, PrepareImagesConfig, check_source
 from pipelines.problems import Problem

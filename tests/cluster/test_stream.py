@@ -22,7 +22,7 @@ from pipelines.images.pairs import PairSource
 from pipelines.images.prepare import PrepareImagesConfig, prepare_images
 from pipelines.plan import StreamPlan
 from pipelines.prepare import run_tasks
-from pipelines.retries import RETRIES
+from pipelines.store_errors import RETRIES
 from pipelines.stream import Batch, RankStream, SchedulingThrottle, Source
 from pipelines.text.blocks import BlockSource
 from pipelines.text.manifest import Manifest

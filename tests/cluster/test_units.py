@@ -14,7 +14,7 @@ import pytest
 
 from jobs.scoring.config import PoolSection
 from jobs.scoring.units import Finished, Outcome, UnitStore, Work, map_units
-from pipelines.retries import RETRIES
+from pipelines.store_errors import RETRIES
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
 

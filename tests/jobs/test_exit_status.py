@@ -21,7 +21,7 @@ from jobs.engine.hints import job_of, with_hint
 from jobs.engine.revision import checkout_revision, revision_tags
 from jobs.studies.sweeps import presets as sweeps
 from jobs.tasks.presets import classifiers, clip, language_models, sentences
-from pipelines.sources import check_source
+from pipelines.local_copy import check_source
 
 ROOT = Path(__file__).parents[2]
 JOBS = sorted(path.stem for path in (ROOT / "jobs").glob("*.py") if "run_job(main)" in path.read_text())
@@ -237,7 +237,7 @@ def test_a_hub_without_a_network_is_given_up_at_once(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{taken.getsockname()[1]}"
         environment = {**os.environ, "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}
-        script = "from pipelines.sources import check_source\ncheck_source('no-such-owner/no-such-model')"
+        script = "from pipelines.local_copy import check_source\ncheck_source('no-such-owner/no-such-model')"
         done = subprocess.run(
             [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
         )

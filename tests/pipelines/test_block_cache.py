@@ -159,7 +159,7 @@ def test_a_block_is_fetched_ahead_although_another_thread_makes_room_meanwhile(
             other.join(0.5)
         lock(file, operation)
 
-    monkeypatch.setattr("pipelines.file_locks.fcntl.flock", make_room_before_locking)
+    monkeypatch.setattr("pipelines.block_cache.fcntl.flock", make_room_before_locking)
     assert cache.fetch("block", 1000, lambda: bytes(1000))
     other.join(60)
     assert cache.holds("block")

@@ -29,7 +29,7 @@ from PIL import Image
 
 from pipelines.archives import list_archives
 from pipelines.images.archives import ImageSample, LeftOut, list_image_archives, read_samples
-from pipelines.images.caption_files import CaptionFile
+from pipelines.images.captions import CaptionFile
 from pipelines.images.decoding import ImageError, check_image
 from pipelines.images.views import AugmentationConfig, evaluation_view, training_view
 from pipelines.problems import Problem

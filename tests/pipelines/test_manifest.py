@@ -13,9 +13,8 @@ from pipelines.archives import list_archives
 from pipelines.images.manifest import ImageManifest
 from pipelines.problems import list_lost, lost_name
 from pipelines.storage import MANIFEST_FILE
-from pipelines.text.documents import DocumentConfig
 from pipelines.text.manifest import Manifest, archive_from_json
-from pipelines.text.packing import PackingConfig
+from pipelines.text.packing import DocumentConfig, PackingConfig
 from pipelines.text.prepare import PartTask, list_archive_parts
 from pipelines.text.tokenization import train_bpe
 

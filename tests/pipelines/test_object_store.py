@@ -27,9 +27,8 @@ from pipelines.block_cache import BlockCache
 from pipelines.local_copy import local_copy
 from pipelines.object_store import TRAFFIC, RemoteObject, name_object, open_for_reading
 from pipelines.ranges import ByteRange, RangeReader
-from pipelines.retries import RETRIES
 from pipelines.storage import create_directory, read_json, resolve, write_json
-from pipelines.store_errors import RefusedWriteError, explain
+from pipelines.store_errors import RETRIES, RefusedWriteError, explain
 
 BLOCK = 2**18
 """Size of a block in these tests, which is 2**23 in the product."""

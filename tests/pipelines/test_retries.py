@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.retries import Retries, RetryLog
+from pipelines.store_errors import Retries, RetryLog
 
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "give"]), st.integers(0, 2)), max_size=60))

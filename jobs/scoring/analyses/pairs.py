@@ -26,8 +26,7 @@ from jobs.scoring.temperatures.pairs import PairPredictionSettings, predict_pair
 from jobs.scoring.units import UnitStore
 from pipelines.images.archives import list_image_archives
 from pipelines.images.captions import CaptionNoise
-from pipelines.images.labels import read_numbers
-from pipelines.images.temperature_table import read_table
+from pipelines.images.temperature_table import read_numbers, read_table
 from pipelines.storage import join, read_json, resolve
 from tempnet.intervals import Interval, difference_interval, mean_interval
 

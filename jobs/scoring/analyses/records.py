@@ -14,8 +14,8 @@ from typing import Any, Literal
 from pyarrow.fs import FileType
 
 from pipelines.archives import list_once
+from pipelines.lines import decode
 from pipelines.storage import read_bytes, resolve
-from pipelines.text.lines import decode
 
 _MAX_FIELD_CHARACTERS = 1 << 22
 _NOT_ANSWERED = "ANSWERNOTFOUND"

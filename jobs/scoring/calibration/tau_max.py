@@ -12,10 +12,9 @@ from transformers import BatchEncoding
 
 from jobs.engine.export import open_export
 from jobs.scoring.calibration.config import TauMax
-from pipelines.local_copy import local_copy
-from pipelines.sources import check_source
+from pipelines.lines import decode, lines_of
+from pipelines.local_copy import check_source, local_copy
 from pipelines.storage import join
-from pipelines.text.lines import decode, lines_of
 from pipelines.text.tokenization import encode_prompt, load_tokenizer
 from tempnet.calibration import CalibrationError, Share, share_of_range, tau_max_for_mean
 from tempnet.devices import input_device

@@ -27,9 +27,8 @@ from jobs.scoring.units import Work, map_units
 from jobs.tasks.base import naming_field
 from jobs.tasks.language_model.training_text import warn_of_known_text
 from pipelines.archives import Archive
-from pipelines.local_copy import local_copy
+from pipelines.local_copy import check_source, local_copy
 from pipelines.problems import check_problems
-from pipelines.sources import check_source
 from pipelines.text.manifest import ArchiveEntry
 from pipelines.text.reading import readable_documents
 from pipelines.text.tokenization import document_start_id, encode_prompt, load_tokenizer

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jobs.tasks.base import naming_field
+from pipelines.lines import decode, lines_of
 from pipelines.local_copy import local_copy
-from pipelines.text.lines import decode, lines_of
 
 _HERE = Path(__file__).parent
 _TEMPLATES = ("imagenet", "cifar")

@@ -18,7 +18,7 @@ from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.dual_encoder.data import pair_source, prepare_split
 from jobs.tasks.dual_encoder.features import caption_noise, embeddings_of, refer_to_towers
 from jobs.tasks.dual_encoder.models import build_encoder
-from pipelines.images.embeddings import PairEmbeddings
+from pipelines.features import PairEmbeddings
 from pipelines.images.pairs import PairSource, pixel_hash, token_hash
 from pipelines.stream import Batch
 from pipelines.text.tokenization import load_tokenizer

@@ -23,9 +23,9 @@ from jobs.tasks.language_model.features import features_of
 from jobs.tasks.language_model.models import autocast_dtype, build_base
 from jobs.tasks.language_model.validation import to_tensors
 from jobs.tasks.text.data import prepare_split
+from pipelines.features import Features
 from pipelines.stream import Batch
 from pipelines.text.blocks import block_arrays, read_rows
-from pipelines.text.features import Features
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.devices import input_device, move_base
 from tempnet.models.causal_lm import TemperatureCausalLM

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from jobs.engine.worker_settings import WorkersSection
 from jobs.scoring.config import PoolSection
 from jobs.scoring.units import UnitStore, Work, map_units
-from pipelines.feature_files import FeatureFiles, FeaturePart, describe_bytes
+from pipelines.features import FeatureFiles, FeaturePart, describe_bytes
 from pipelines.object_store import is_local
 from pipelines.storage import MANIFEST_FILE, create_directory, exists, resolve
 

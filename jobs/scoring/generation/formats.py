@@ -12,8 +12,8 @@ from typing import Any
 
 from jobs.scoring.generation.gsm8k import STOP_STRINGS, extract_answer, few_shot_prompt, gold_answer
 from jobs.tasks.base import naming_field
+from pipelines.lines import decode, lines_of
 from pipelines.local_copy import local_copy
-from pipelines.text.lines import decode, lines_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

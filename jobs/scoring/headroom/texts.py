@@ -33,8 +33,7 @@ from jobs.tasks.base import naming_field
 from jobs.tasks.language_model.config import EndOfDocument
 from jobs.tasks.language_model.training_text import warn_of_known_text
 from pipelines.archives import Archive
-from pipelines.local_copy import is_directory, local_copy
-from pipelines.sources import check_source
+from pipelines.local_copy import check_source, is_directory, local_copy
 from pipelines.storage import join
 from pipelines.text.reading import Document, readable_documents
 from pipelines.text.tokenization import load_tokenizer

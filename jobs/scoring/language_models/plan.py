@@ -32,8 +32,7 @@ from jobs.scoring.language_models.windows import (
 )
 from jobs.scoring.models import model_labels
 from jobs.tasks.base import naming_field
-from pipelines.local_copy import is_directory, local_copy
-from pipelines.sources import checked_copy
+from pipelines.local_copy import checked_copy, is_directory, local_copy
 from pipelines.storage import join
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.base_model import read_config

@@ -19,8 +19,8 @@ from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 from lm_eval.utils import get_rolling_token_windows
 from transformers import PreTrainedTokenizerFast
 
+from pipelines.lines import decode, lines_of
 from pipelines.local_copy import local_copy
-from pipelines.text.lines import decode, lines_of
 from pipelines.text.tokenization import document_start_id, encode_prompt
 
 # Maximum number of tokens in one unit of work. It is fixed, so that no figure depends on the number of workers.

@@ -18,9 +18,8 @@ from jobs.scoring.models import LoadedModel, ModelSpec
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
 from jobs.scoring.sentence_encoders.transfer import Labelled, pair_features, similarity_figures, transfer_accuracy
 from jobs.scoring.units import Finished
-from pipelines.local_copy import local_copy
+from pipelines.local_copy import check_source, local_copy
 from pipelines.sentences.senteval import Examples, Judgements, SentenceTask
-from pipelines.sources import check_source
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.models.sentence_encoder import SentenceEncoder, num_positions, saved_num_tokens
 

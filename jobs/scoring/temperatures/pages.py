@@ -23,11 +23,10 @@ from jobs.scoring.temperatures.pairs import PREPARED_DIRECTORY, PairPredictionSe
 from jobs.tasks.base import naming_field
 from jobs.tasks.language_model.report import ColouredText, coloured_page
 from pipelines.images.archives import list_image_archives
-from pipelines.images.labels import read_numbers
 from pipelines.images.manifest import read_index
 from pipelines.images.pairs import PairSource, find_shards
 from pipelines.images.prepare import prepare_images
-from pipelines.images.temperature_table import read_table
+from pipelines.images.temperature_table import read_numbers, read_table
 from pipelines.storage import exists, write_bytes
 from tempnet.intervals import Interval, spearman_interval
 

@@ -9,8 +9,7 @@ from sklearn.utils import resample
 from jobs.engine.task import Task
 from jobs.tasks.classifier.config import ClassifierConfig, LabelledSection
 from pipelines.problems import TooManyProblemsError
-from pipelines.sentences.classification import LabelledSource
-from pipelines.sentences.senteval import Examples, SentenceTask, read_labelled, read_task
+from pipelines.sentences.senteval import Examples, LabelledSource, SentenceTask, read_labelled, read_task
 from pipelines.text.tokenization import load_tokenizer
 
 

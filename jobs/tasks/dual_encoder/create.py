@@ -10,7 +10,7 @@ import numpy as np
 
 from jobs.engine.task import Task
 from jobs.tasks.dual_encoder.config import ClipConfig
-from pipelines.images.embeddings import PairEmbeddings
+from pipelines.features import PairEmbeddings
 from pipelines.images.manifest import ImageManifest
 from tempnet.base_model import BaseReference
 

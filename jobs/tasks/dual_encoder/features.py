@@ -5,9 +5,9 @@ from __future__ import annotations
 from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.dual_encoder.models import encoder_sizes
 from jobs.tasks.frozen_base import check_continues
-from pipelines.images.embeddings import PairEmbeddings, embeddings_directory
+from pipelines.features import PairEmbeddings, features_directory
 from pipelines.images.manifest import ImageManifest
-from pipelines.sources import checked_copy
+from pipelines.local_copy import checked_copy
 from pipelines.text.tokenization import load_tokenizer, tokenizer_digest
 from tempnet.base_model import BaseReference
 from tempnet.models.dual_encoder import encoder_digest
@@ -40,9 +40,10 @@ def embeddings_of(config: ClipConfig, pairs: ImageManifest, towers: BaseReferenc
         split: train or validation.
     """
     noise = caption_noise(config, split)
-    directory = embeddings_directory(
+    directory = features_directory(
         config.run.prepared_directory,
         pairs,
+        kind="pairs",
         encoder=towers.digest,
         precision=config.workers.resolved_precision,
         tokenizer=tokenizer_digest(load_tokenizer(config.tokenizer, needs_eos=False)),

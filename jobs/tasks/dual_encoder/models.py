@@ -7,7 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from jobs.engine.encoders import check_vocabulary
 from jobs.tasks.dual_encoder.config import ClipConfig
-from pipelines.sources import checked_copy
+from pipelines.local_copy import checked_copy
 from tempnet.contrastive.losses import ContrastiveLoss
 from tempnet.contrastive.state import SampleState
 from tempnet.contrastive.world import World

@@ -24,7 +24,7 @@ from jobs.tasks.dual_encoder.scores import MAX_PAIRS_COMPARED, rivals, score
 from jobs.tasks.dual_encoder.validation import HeldOut, HeldOutSet, RetrievalSet, StoredSet
 from jobs.tasks.frozen_base import check_checkpoint
 from jobs.tasks.node_cache import GIB
-from pipelines.images.embeddings import EmbeddingSource, PairEmbeddings
+from pipelines.features import EmbeddingSource, PairEmbeddings
 from pipelines.images.manifest import ImageManifest
 from pipelines.images.pairs import PairSource
 from pipelines.object_store import is_local

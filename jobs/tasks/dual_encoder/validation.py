@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jobs.tasks.dual_encoder.config import ClipConfig
-from pipelines.images.embeddings import PairEmbeddings
+from pipelines.features import PairEmbeddings
 from pipelines.images.pairs import PairSource
 from tempnet.contrastive.retrieval import cross_entropy, recall
 from tempnet.contrastive.world import World

@@ -29,11 +29,11 @@ from jobs.engine.resumption import whole_checkpoints
 from jobs.tasks.language_model.config import EndOfDocument, LanguageModelConfig, with_measured
 from jobs.tasks.language_model.models import autocast_dtype, build_base
 from jobs.tasks.language_model.validation import to_tensors
+from pipelines.features import Features, read_feature_range
 from pipelines.local_copy import local_copy
 from pipelines.storage import read_json, write_json
 from pipelines.stream import Batch
 from pipelines.text.blocks import read_range
-from pipelines.text.features import Features, read_feature_range
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import IGNORE_INDEX, PackingConfig
 from pipelines.text.tokenization import load_tokenizer

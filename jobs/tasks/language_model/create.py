@@ -11,7 +11,7 @@ from typing import Any
 from jobs.engine.task import Task
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.text.data import find
-from pipelines.text.features import Features
+from pipelines.features import Features
 from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
 from tempnet.base_model import BaseReference

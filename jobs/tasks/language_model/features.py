@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.models import base_config
-from pipelines.text.features import Features, features_directory
+from pipelines.features import Features, features_directory
 from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
 from pipelines.text.tokenization import load_tokenizer

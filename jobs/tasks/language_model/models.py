@@ -16,8 +16,7 @@ from transformers import (
 from jobs.tasks.base import naming_field
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.teacher import as_base, load_teacher, teacher_temperature
-from pipelines.local_copy import local_copy
-from pipelines.sources import checked_copy
+from pipelines.local_copy import checked_copy, local_copy
 from pipelines.text.tokenization import document_start_id, load_tokenizer, tokenizer_digest
 from tempnet.base_model import find_base, load_base, read_config
 from tempnet.models.causal_lm import TemperatureCausalLM

@@ -28,9 +28,9 @@ from jobs.tasks.language_model.models import base_shapes, check_teacher, check_t
 from jobs.tasks.language_model.training_text import warn_of_known_text
 from jobs.tasks.text.data import describe_data, prepare_split, prepare_training_text, refer_to
 from pipelines.archives import Archive, list_archives
+from pipelines.features import Features
 from pipelines.local_copy import local_copy
 from pipelines.stream import READ_CPUS
-from pipelines.text.features import Features
 from pipelines.text.manifest import Manifest
 from pipelines.text.tokenization import document_start_id, load_tokenizer
 from tempnet.base_model import BASE_FILE

@@ -25,12 +25,12 @@ from jobs.tasks.language_model.models import build_model, find_divisible_base
 from jobs.tasks.language_model.validation import ValidationPart, to_tensors, validate
 from jobs.tasks.node_cache import GIB
 from jobs.tasks.text.data import cache_for
+from pipelines.features import Features, FeatureSource
 from pipelines.local_copy import local_copy
 from pipelines.object_store import is_local
 from pipelines.storage import resolve
 from pipelines.stream import Batch
 from pipelines.text.blocks import BlockSource
-from pipelines.text.features import Features, FeatureSource
 from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import IGNORE_INDEX

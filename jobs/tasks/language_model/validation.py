@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipelines.features import Features, read_feature_range
 from pipelines.stream import Batch
 from pipelines.text.blocks import read_range, without_end
-from pipelines.text.features import Features, read_feature_range
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import IGNORE_INDEX
 from tempnet.headroom.gains import DocumentSums

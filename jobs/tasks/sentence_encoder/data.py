@@ -11,11 +11,11 @@ from jobs.engine.contrastive import check_sizes
 from jobs.engine.task import Task
 from jobs.tasks.sentence_encoder.config import SentenceConfig
 from jobs.tasks.text.data import cache_for, describe_data, find, prepare_split, prepare_training_text
-from pipelines.sentences.span_source import SpanSource
+from pipelines.sentences.spans import SpanSource
 from pipelines.stream import Batch
-from pipelines.text.documents import DocumentConfig
 from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
+from pipelines.text.packing import DocumentConfig
 from pipelines.text.tokenization import SpecialTokens, load_tokenizer
 
 # Random seed of the spans that are scored in validation, which are the same for all runs.

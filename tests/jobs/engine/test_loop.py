@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 
 from jobs.engine.checkpoint_files import find_damage
 from jobs.engine.watch import Validation
-from pipelines.retries import RETRIES
+from pipelines.store_errors import RETRIES
 from tests.local_training import Asking, Call, history, processes, train_plan
 
 ROOT = Path(__file__).parents[3]

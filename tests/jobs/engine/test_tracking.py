@@ -47,7 +47,7 @@ from jobs.engine.tracking_store import (
 from jobs.scoring.mlflow_models.run import record_models
 from jobs.studies.trials.run import Trial, make_plan_in_outage
 from jobs.tasks.presets.language_models import PRESETS
-from pipelines.file_locks import open_locked
+from pipelines.block_cache import open_locked
 
 
 def open_for(uri: str, directory: str, **tags: str) -> TrackedRun:

@@ -22,7 +22,7 @@ from jobs.scoring.dual_encoders.evaluate import clip_table
 from jobs.scoring.dual_encoders.images import ClassFolders, FolderImages, read_images
 from jobs.scoring.dual_encoders.prompts import prompts, read_class_names, read_templates
 from jobs.scoring.results import Column
-from pipelines.images.caption_files import CaptionFile
+from pipelines.images.captions import CaptionFile
 from pipelines.problems import TooManyProblemsError
 
 

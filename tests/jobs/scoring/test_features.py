@@ -22,9 +22,9 @@ from jobs.tasks.language_model.features import features_of, features_to_read, fi
 from jobs.tasks.language_model.flops import flops_per_token
 from jobs.tasks.language_model.models import build_model
 from jobs.tasks.language_model.validation import ValidationPart, to_tensors
-from pipelines.text import features as features_module
+from pipelines import features as features_module
+from pipelines.features import Features, FeatureSource, features_directory
 from pipelines.text.blocks import BlockSource, read_range
-from pipelines.text.features import Features, FeatureSource, features_directory
 from pipelines.text.manifest import ArchiveEntry, Manifest, ShardEntry
 from pipelines.text.packing import PackingConfig, pack_documents
 from pipelines.text.tokenization import load_tokenizer, train_bpe
@@ -131,7 +131,7 @@ def test_the_room_is_as_predicted(features: Features) -> None:
     assert len(files) == len(list(features.blocks.parts())) > len(features.text.shards)
     arrays = sum(len(pa.ipc.open_file(pa.memory_map(str(file))).get_batch(0)["hidden"]) for file in files)
     assert arrays == features.text.num_rows
-    assert features.bytes_per_token == 2 * WIDTH + 4 + 8 / LENGTH
+    assert features.blocks.bytes_per_row == LENGTH * (2 * WIDTH + 4) + 8
     # In real files, of 64 MiB, the headers do not count.
     headers = sum(file.stat().st_size for file in files) - features.blocks.num_bytes
     assert 0 < headers < 1_500 * len(files)

@@ -32,8 +32,8 @@ from jobs.tasks.dual_encoder.features import find_embeddings, refer_to_towers
 from jobs.tasks.dual_encoder.plan import make_plan
 from jobs.tasks.dual_encoder.scores import score
 from jobs.tasks.dual_encoder.task import ClipTask
-from pipelines.images import embeddings as embeddings_module
-from pipelines.images.embeddings import EmbeddingSource, PairEmbeddings
+from pipelines import features as features_module
+from pipelines.features import EmbeddingSource, PairEmbeddings
 from pipelines.images.manifest import ImageManifest
 from pipelines.storage import write_json
 from tempnet.base_model import BASE_FILE
@@ -57,7 +57,7 @@ def pairs(config: ClipConfig) -> ImageManifest:
 def stored(config: ClipConfig, pairs: ImageManifest) -> Iterator[Stored]:
     """Store the embeddings of both splits in files of two images, and of three captions."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(embeddings_module, "FILE_BYTES", 2000)
+        patch.setattr(features_module, "FILE_BYTES", 2000)
         yield store(config, pairs, "train"), store(config, pairs, "validation")
 
 
@@ -181,7 +181,7 @@ def test_a_disk_without_room_is_refused(config: ClipConfig, pairs: ImageManifest
         """Embeddings that no disk has room for."""
 
         @property
-        def images(self) -> embeddings_module.FeatureFiles:
+        def images(self) -> features_module.FeatureFiles:
             return replace(super().images, shard_sizes=(2**50,), rows_per_file=2**50)
 
     embeddings = Endless(

@@ -15,9 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from pipelines.images.archives import ImageSample, list_image_archives, read_samples
-from pipelines.images.caption_files import CaptionFile
-from pipelines.images.captions import RANDOM_WORD, CaptionEncoder, CaptionNoise
-from pipelines.images.labels import read_numbers
+from pipelines.images.captions import RANDOM_WORD, CaptionEncoder, CaptionFile, CaptionNoise
+from pipelines.images.temperature_table import read_numbers
 from pipelines.problems import Problem
 from pipelines.text.tokenization import load_tokenizer, train_bpe
 

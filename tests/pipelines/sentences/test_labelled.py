@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from pipelines.plan import StreamPlan
-from pipelines.sentences.classification import LabelledSource
-from pipelines.sentences.senteval import TASK_NAMES, Examples, read_labelled, read_task
+from pipelines.sentences.senteval import TASK_NAMES, Examples, LabelledSource, read_labelled, read_task
 from pipelines.stream import RankStream
 from pipelines.text.tokenization import train_wordpiece
 

@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import beta, chisquare, kstest
 
-from pipelines.sentences.span_source import IGNORE_INDEX, SpanSource
-from pipelines.sentences.spans import SpanConfig, Spans, Strategy, sample_spans
-from pipelines.text.documents import DocumentConfig
+from pipelines.sentences.spans import IGNORE_INDEX, SpanConfig, Spans, SpanSource, Strategy, sample_spans
 from pipelines.text.manifest import ArchiveEntry, Manifest, ShardEntry
+from pipelines.text.packing import DocumentConfig
 from pipelines.text.tokenization import SpecialTokens, load_tokenizer, train_bpe, train_wordpiece
 
 STRATEGIES = ("any", "subsuming", "adjacent")

@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.archives import list_archives
-from pipelines.decompression import DamagedError
+from pipelines.lines import MAX_RECORD_BYTES, DamagedError, decode, lines_of, read_line_range, split_lines
 from pipelines.problems import Problem
-from pipelines.text.lines import MAX_RECORD_BYTES, decode, lines_of, read_line_range, split_lines
 from pipelines.text.reading import WHOLE, Document, ProblemKind, list_parts, read_documents
 
 

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from text_archive_support import TEXTS, WRITERS, lines, parquet, read_file, tar, zst
 
 from pipelines.archives import PLAIN_SUFFIXES, SUFFIXES, Archive, ArchiveFormat, list_archives, list_source
-from pipelines.decompression import DamagedError, check_window
+from pipelines.lines import DamagedError, check_window
 from pipelines.storage import resolve
 from pipelines.text import reading as text
 from pipelines.text.blocks import read_rows
-from pipelines.text.documents import DocumentConfig
 from pipelines.text.manifest import Manifest
+from pipelines.text.packing import DocumentConfig
 from pipelines.text.prepare import PrepareConfig, prepare_text
 from pipelines.text.reading import Document, Problem, ProblemKind, read_documents
 from pipelines.text.tokenization import train_bpe
