@@ -42,13 +42,11 @@ def run_analysis(config: Analysis) -> None:
     """
     match config:
         case Subjectivity():
-            from jobs.scoring.analyses.groups import analyse
-            from jobs.scoring.analyses.records import read_subjectivity
+            from jobs.scoring.analyses.texts import analyse, read_subjectivity
 
             analyse(config, read_subjectivity(config.data, config.by), f"τ by subjectivity of the {config.by}")
         case Instructions():
-            from jobs.scoring.analyses.groups import analyse
-            from jobs.scoring.analyses.records import read_instructions
+            from jobs.scoring.analyses.texts import analyse, read_instructions
 
             analyse(config, read_instructions(config.data, config.num_verbs), "τ by the verb of the instruction")
         case Openness():

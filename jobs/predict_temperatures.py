@@ -35,10 +35,8 @@ def main(arguments: Sequence[str]) -> int:
         return _predict_pairs(arguments)
     config = _parse(PredictTemperaturesConfig, arguments)
     from jobs.scoring.temperatures.pages import check_page, write_page
-    from jobs.scoring.temperatures.text_job import first_documents
-    from jobs.scoring.temperatures.texts import resolve_settings
-    from jobs.scoring.units import UnitStore
-    from pipelines.storage import resolve
+    from jobs.scoring.temperatures.texts import first_documents, on_worker, predict_archives, resolve_settings
+    from jobs.scoring.units import UnitStore, absolute_output
 
     html = config.html or ("" if config.output else DEFAULT_PAGE)
     with ending_in_one_line():
@@ -46,10 +44,8 @@ def main(arguments: Sequence[str]) -> int:
         if html:
             check_page(html)
         if config.output:
-            output = config.output if "://" in config.output else resolve(config.output)[1]
+            output = absolute_output(config.output)
             UnitStore(output).claim(settings.record(archives))
-            from jobs.scoring.temperatures.text_job import on_worker, predict_archives
-
             summary = predict_archives(settings, archives, output, config.workers, max_bad_share=config.max_bad_share)
             _print_summary(summary, output)
         if html:
@@ -64,14 +60,13 @@ def _predict_pairs(arguments: Sequence[str]) -> int:
     config = _parse(PredictPairTemperaturesConfig, arguments)
     from jobs.scoring.temperatures.pages import check_page
     from jobs.scoring.temperatures.pairs import predict_pairs, resolve_settings
-    from jobs.scoring.units import UnitStore
+    from jobs.scoring.units import UnitStore, absolute_output
     from pipelines.images.archives import list_image_archives
     from pipelines.images.temperature_table import read_numbers
-    from pipelines.storage import resolve
 
     with ending_in_one_line():
         settings = resolve_settings(config)
-        output = config.output if "://" in config.output else resolve(config.output)[1]
+        output = absolute_output(config.output)
         if config.html:
             check_page(config.html)
         if config.label:  # One sample with it is enough to begin; reading all of them may take minutes.

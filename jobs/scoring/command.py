@@ -31,14 +31,7 @@ def ending_in_one_line() -> Iterator[None]:
 def run_evaluation(
     arguments: Sequence[str], config_type: type[Config], launch: str, *, job: str, description: str | None
 ) -> int:
-    """Parse the arguments, run the evaluation, and print its table and where the results are.
-
-    Args:
-        arguments: the arguments of the command.
-        config_type: the configuration, whose fields are the options.
-        launch: name of the module whose `evaluate` runs the job.
-        job: name of the job.
-        description: what `--help` says of it.
+    """Parse the arguments, run `evaluate` of the module `launch`, and print its table and where the results are.
 
     Returns:
         the exit status: 1 if units failed.

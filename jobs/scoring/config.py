@@ -61,6 +61,27 @@ class LanguageModelPool(PoolSection):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OutputConfig:
+    """The fields of every job that has one directory of results and an MLflow store elsewhere."""
+
+    output: str
+    """Directory or URI of results.json, results.md, a picture, and what is kept so that a repeated run computes only what is
+    missing."""
+    storage: str = ""
+    """Directory or URI of the MLflow store. Default: $TEMPNET_HOME, else ./runs."""
+    tracking: TrackingSection = field(default_factory=TrackingSection)
+
+    def __post_init__(self) -> None:
+        check_named(self, output="a directory or URI for the results")
+        _ = self.run.resolved_storage
+
+    @property
+    def run(self) -> RunSection:
+        """The storage as the section that training runs use, checked by the same rules."""
+        return RunSection(name="scoring", storage=self.storage)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationConfig:
     """The fields of every evaluation; a subclass adds what is evaluated."""
 
@@ -74,8 +95,7 @@ class EvaluationConfig:
     tracking: TrackingSection = field(default_factory=lambda: TrackingSection(experiment="evaluation"))
 
     def __post_init__(self) -> None:
-        if not self.models:
-            raise ValueError("models is empty: name at least one")
+        check_named(self, models="at least one model")
         _ = self.run  # raises ValueError if the name or the storage cannot be used
 
     @property
@@ -86,32 +106,27 @@ class EvaluationConfig:
         return run
 
 
-def check_least(config: object, **least: int) -> None:
-    """Check that fields are at least as large as given.
+def check_named(config: object, **what: str) -> None:
+    """Check that fields that must name something, such as `output="a directory"`, are not empty (ValueError)."""
+    for name, thing in what.items():
+        if not getattr(config, name):
+            raise ValueError(f"{name} is empty: it must name {thing}")
 
-    Raises:
-        ValueError: naming the first field that is smaller, its value and the smallest legal one.
-    """
+
+def check_least(config: object, **least: int) -> None:
+    """Check that fields are at least as large as given (ValueError)."""
     for name, lowest in least.items():
         if getattr(config, name) < lowest:
             raise ValueError(f"{name} = {getattr(config, name)} must be at least {lowest}")
 
 
 def check_precision(name: str, value: str) -> None:
-    """Check that torchao is there if weights are to be held in eight bits.
-
-    Raises:
-        ValueError: naming the field and the value.
-    """
+    """Check that torchao is there if weights are to be held in eight bits (ValueError)."""
     if value in ("int8", "fp8") and find_spec("torchao") is None:
         raise ValueError(f"{name} = {value} needs torchao, which is not installed: pip install 'torchao>=0.18'")
 
 
 def check_share(name: str, value: float) -> None:
-    """Check that a share lies in [0, 1].
-
-    Raises:
-        ValueError: naming the field and the value.
-    """
+    """Check that a share lies in [0, 1] (ValueError)."""
     if not 0.0 <= value <= 1.0:
         raise ValueError(f"{name} = {value:g} must lie in [0, 1]")

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
 import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import pyarrow.fs
 
-from jobs.engine.config import TrackingSection
 from jobs.engine.identity import flatten
 from jobs.engine.masking import masked
 from jobs.engine.tables import markdown_table
 from jobs.engine.tracking import TrackedRun, finish_run, open_run, survive_outage
+from jobs.scoring.analyses.config import Analysis
 from jobs.scoring.config import EvaluationConfig
 from jobs.scoring.models import ModelSpec
-from jobs.scoring.units import ScoringFailedError, settings_digest
+from jobs.scoring.units import ScoringFailedError, absolute_output, settings_digest
 from pipelines.storage import resolve
 
 
@@ -111,15 +113,15 @@ def publish(
         children: runs below it, without files.
     """
 
-    def start(of: ResultRun, tags: dict[str, str]) -> TrackedRun:
+    def start(one: ResultRun, tags: dict[str, str]) -> TrackedRun:
         return open_run(
             uri=uri,
             experiment=experiment,
-            name=of.name,
-            directory=f"{directory}#{of.digest}",
-            parameters=of.parameters,
+            name=one.name,
+            directory=f"{directory}#{one.digest}",
+            parameters=one.parameters,
             tags=tags,
-            data_sets=of.data_sets,
+            data_sets=one.data_sets,
         )
 
     with tempfile.TemporaryDirectory(prefix="tempnet-results-") as name:
@@ -132,8 +134,12 @@ def publish(
         with survive_outage(f"the results in {directory}"):
             parent = start(run, {})
             for child in children:
-                tracked = start(child, {"mlflow.parentRunId": parent.run_id})
-                finish_run(tracked, status=child.status, artifacts=None, metrics=child.metrics)
+                finish_run(
+                    start(child, {"mlflow.parentRunId": parent.run_id}),
+                    status=child.status,
+                    artifacts=None,
+                    metrics=child.metrics,
+                )
             finish_run(parent, status=run.status, artifacts=name, metrics=run.metrics, note=run.note)
 
 
@@ -232,28 +238,13 @@ class Findings:
     """Path or URI of the data, as MLflow shows it."""
 
 
-class Analysis(Protocol):
-    """What the configuration of an analysis says of its results."""
-
-    @property
-    def output(self) -> str:
-        """Directory or URI of the results."""
-
-    @property
-    def tracking(self) -> TrackingSection:
-        """How they are logged."""
-
-
 def publish_findings(config: Analysis, findings: Findings, *, uri: str) -> None:
     """Publish the figures, the table and the picture of an analysis, and print the table and the conclusion.
 
-    Args:
-        config: configuration of the analysis.
-        findings: what was found.
-        uri: URI of the MLflow store; empty: nothing is logged.
+    `uri` is that of the MLflow store; if it is empty, nothing is logged.
     """
     values = {**findings.values, "title": findings.title, "settings": findings.settings}
-    output, digest = absolute_output(config), settings_digest(findings.settings)
+    output, digest = absolute_output(config.output), settings_digest(findings.settings)
 
     def write(local: Path) -> None:
         (local / "results.json").write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n")
@@ -277,6 +268,21 @@ def publish_findings(config: Analysis, findings: Findings, *, uri: str) -> None:
     print(f"\n{findings.table}\n\n{findings.conclusion}\n{output}/results.json, results.md and {findings.picture}")
 
 
-def absolute_output(config: Analysis) -> str:
-    """Return the absolute path or the URI of the results."""
-    return config.output if "://" in config.output else resolve(config.output)[1]
+@contextmanager
+def picture(path: Path | io.BytesIO, num_rows: int = 1, num_columns: int = 1, **options: Any) -> Iterator[Any]:
+    """Draw the axes (num_rows, num_columns) of a picture within the block, then write it to a local file or a stream.
+
+    `options` are those of `matplotlib.pyplot.subplots`, with `title` for a title above all axes.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    title = options.pop("title", "")
+    figure, axes = plt.subplots(num_rows, num_columns, squeeze=False, layout="constrained", **options)
+    yield axes
+    if title:
+        figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -89,11 +89,7 @@ class UnitStore:
                 write_json(f"{self.directory}/{name}", content)
 
     def read(self, name: str) -> bytes:
-        """Returns the content of a file.
-
-        Raises:
-            FileNotFoundError: if there is no such file.
-        """
+        """Returns the content of a file, which must exist."""
         return read_bytes(f"{self.directory}/{name}")
 
     def read_json(self, name: str) -> dict[str, Any] | None:
@@ -108,13 +104,18 @@ class UnitStore:
             ValueError: naming the settings that differ.
         """
         create_directory(self.directory)
-        known = read_json(f"{self.directory}/{SETTINGS_FILE}")
+        known = self.read_json(SETTINGS_FILE)
         if known is None:
-            write_json(f"{self.directory}/{SETTINGS_FILE}", settings)
+            self.write({SETTINGS_FILE: settings})
         elif changes := differences(known, dict(settings)):
             more = len(changes) - _NUM_DIFFERENCES_SHOWN
             shown = "; ".join(changes[:_NUM_DIFFERENCES_SHOWN]) + (f"; and {more} more" if more > 0 else "")
             raise ValueError(f"output = {self.directory} was begun with other settings: choose another one. {shown}")
+
+
+def absolute_output(output: str) -> str:
+    """Returns a directory of results as an absolute path or a URI; it need not exist."""
+    return output if "://" in output else resolve(output)[1]
 
 
 def part_file(archive: int, part: int) -> str:
@@ -185,17 +186,11 @@ def map_units(
     *,
     say: Callable[[str], None] = print,
 ) -> Outcome:
-    """Do the work on all units, in order, with a line of progress for every item; Ray is started if needed.
+    """Do the work on all units, in order, and say a line of progress for every item; Ray is started if needed.
 
-    Requests to object stores that were repeated are reported too, at most once a minute and at the end. A unit that
-    fails does not stop the others, unless `_MAX_FAILURES_IN_A_ROW` items failed one after another.
-
-    Args:
-        units: the units that are left to do.
-        work: what is done with a unit.
-        pool: number and resources of the workers.
-        store: where the files of finished units go; it must be reachable from all machines. None: there are none.
-        say: called with every line of progress.
+    Requests to object stores that were repeated are said too, at most once a minute and at the end. A unit that fails
+    does not stop the others, unless `_MAX_FAILURES_IN_A_ROW` items failed one after another. A store must be reachable
+    from all machines.
 
     Raises:
         ValueError: if the cluster is too small for the pool.
@@ -224,11 +219,7 @@ def map_units(
 
 
 def check_pool(pool: PoolSection, *, reads: bool) -> None:
-    """Check that the cluster is large enough for a pool, and for a reader if units are read beside it.
-
-    Raises:
-        ValueError: see :func:`jobs.engine.cluster.check_resources`.
-    """
+    """Check that the cluster is large enough for a pool, and for a reader if units are read beside it (ValueError)."""
     check_resources(
         num_workers=pool.num_workers,
         cpus_per_worker=pool.cpus_per_worker,
@@ -284,48 +275,47 @@ class _Progress(Generic[Unit]):
         self._num_returned[row.unit] += row.item is not None
         self.num_done += self._is_done(row.unit)
         total = len(self._units)
-        title, progress = self._work.title(self._units[row.unit]), f"{self.num_done:>{len(str(total))}}/{total}"
+        progress = f"{self.num_done:>{len(str(total))}}/{total}"
         if row.error:
             self.num_in_a_row += 1
-            self._fail(row.unit, row.error)
-            self._say(f"{progress}  FAILED  {title}: {row.error}")
+            self._fail(row.unit, row.error, f"{progress}  ")
         elif row.finished is not None:
             self.num_in_a_row = 0
             self._outcome.num_cases += row.finished.num_cases
             self._files.setdefault(row.unit, set()).update(row.finished.files)
             self._outcome.values.setdefault(row.unit, []).append(row.finished.value)
-            parts = [progress, title, self._describe(row.finished.num_cases, row.seconds), f"{row.seconds:.1f} s"]
+            parts = [progress, self._work.title(self._units[row.unit])]
+            if noun := self._work.noun:
+                number = row.finished.num_cases
+                parts.append(f"{number:,} {noun}, {number / max(row.seconds, 1e-9):,.0f} {noun}/s")
+            parts.append(f"{row.seconds:.1f} s")
             if self.num_done:
                 left = (time.monotonic() - self._started) / self.num_done * (total - self.num_done)
                 parts.append(f"{clock(left)} left")
-            self._say("  ".join(filter(None, parts)))
+            self._say("  ".join(parts))
 
     def name_lost(self) -> None:
         """Record the units whose rows did not come back as failed."""
-        for number, unit in enumerate(self._units):
+        for number in range(len(self._units)):
             if not self._is_done(number) and number not in self._failed:
                 self._fail(number, f"its worker died {1 + _NUM_RETRIES} times")
-                self._say(f"FAILED  {self._work.title(unit)}: its worker died {1 + _NUM_RETRIES} times")
 
     def name_unseen(self, store: UnitStore) -> None:
         """Record the units as failed whose files this machine does not see: it would take them for unfinished."""
         seen = store.names()
         for number, files in self._files.items():
             if not files <= seen:
-                self._fail(
-                    number, f"a worker wrote it where this machine sees nothing: {store.directory} must be shared"
-                )
+                where = f"a worker wrote it where this machine sees nothing: {store.directory} must be shared"
+                self._fail(number, where)
 
     def _is_done(self, unit: int) -> bool:
         return self._num_returned[unit] == self._num_items.get(unit)
 
-    def _fail(self, number: int, reason: str) -> None:
+    def _fail(self, number: int, reason: str, progress: str = "") -> None:
         self._failed.add(number)
-        self._outcome.failed[self._work.title(self._units[number])] = reason
-
-    def _describe(self, num_cases: int, seconds: float) -> str:
-        noun = self._work.noun
-        return f"{num_cases:,} {noun}, {num_cases / max(seconds, 1e-9):,.0f} {noun}/s" if noun else ""
+        title = self._work.title(self._units[number])
+        self._outcome.failed[title] = reason
+        self._say(f"{progress}FAILED  {title}: {reason}")
 
 
 def run_rows(
@@ -379,7 +369,7 @@ def read_unit(batch: Batch, read: Callable[[Any], Iterable[Any]]) -> Iterator[Ba
 
 
 class Worker:
-    """What an actor of the pool does: it builds the model when it gets its first item."""
+    """What an actor of the pool does."""
 
     def __init__(
         self, build: Callable[[], Callable[[Any], Finished]], store: UnitStore | None, num_threads: int
@@ -405,10 +395,8 @@ class Worker:
             finished = replace(finished, files=dict.fromkeys(finished.files, b""))
         except Exception as raised:
             finished, error = None, describe_error(raised)
-        num_retries = row.num_retries + RETRIES.take()
-        return replace(
-            row, item=True, finished=finished, seconds=seconds, error=error, num_retries=num_retries
-        ).in_batch()
+        retries = row.num_retries + RETRIES.take()
+        return replace(row, item=True, finished=finished, seconds=seconds, error=error, num_retries=retries).in_batch()
 
 
 def describe_error(error: BaseException) -> str:

@@ -7,11 +7,10 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from jobs.engine.config import RunSection, TrackingSection
-from jobs.scoring.config import LanguageModelPool, PoolSection, check_least, check_share
+from jobs.engine.config import TrackingSection
+from jobs.scoring.config import LanguageModelPool, OutputConfig, PoolSection, check_least, check_named, check_share
 
 _NEEDED = {
-    "output": "a directory",
     "model": "a directory",
     "data": "a file or directory",
     "text": "a file or directory",
@@ -27,26 +26,14 @@ _NEEDED = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Analysis:
+class Analysis(OutputConfig):
     """Where the results of an analysis go."""
 
-    output: str
-    """Directory or URI of results.json, results.md, a picture, and what is kept so that a repeated run computes only what is
-    missing."""
-    storage: str = ""
-    """Directory or URI of the MLflow store. Default: $TEMPNET_HOME, else ./runs."""
     tracking: TrackingSection = field(default_factory=lambda: TrackingSection(experiment="analyses"))
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            if item.name in _NEEDED and not getattr(self, item.name):
-                raise ValueError(f"{item.name} is empty: it must name {_NEEDED[item.name]}")
-        _ = self.run.resolved_storage
-
-    @property
-    def run(self) -> RunSection:
-        """Name and storage as the section that training runs use, checked by the same rules."""
-        return RunSection(name="analysis", storage=self.storage)
+        OutputConfig.__post_init__(self)
+        check_named(self, **{item.name: _NEEDED[item.name] for item in fields(self) if item.name in _NEEDED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +57,7 @@ class TextAnalysis(Analysis):
     workers: LanguageModelPool = field(default_factory=LanguageModelPool)
 
     def __post_init__(self) -> None:
-        super(TextAnalysis, self).__post_init__()
+        Analysis.__post_init__(self)
         check_least(self, batch_size=1, context_length=0)
         check_share("max_bad_share", self.max_bad_share)
 
@@ -98,7 +85,7 @@ class Instructions(TextAnalysis):
     """Number of most frequent verbs that make a group."""
 
     def __post_init__(self) -> None:
-        super(Instructions, self).__post_init__()
+        TextAnalysis.__post_init__(self)
         check_least(self, num_verbs=2)
 
 
@@ -129,21 +116,19 @@ class TauMax(Analysis):
     workers: LanguageModelPool = field(default_factory=LanguageModelPool)
 
     def __post_init__(self) -> None:
-        super(TauMax, self).__post_init__()
+        Analysis.__post_init__(self)
         check_least(self, batch_size=1)
-        check_rising("tau_max", self.tau_max)
+        values = self.tau_max
+        is_rising = all(low < high for low, high in itertools.pairwise(values))
+        if len(values) < 2 or not is_rising or not all(0.0 < value < math.inf for value in values):
+            text = " ".join(f"{value:g}" for value in values)
+            raise ValueError(f"tau_max = {text} must be at least two rising positive numbers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Phase(Analysis):
-    """Compare the rank correlation of τ with a number beside the images, such as the frequency of a concept, over ρ.
+class PairAnalysis(Analysis):
+    """The image–text pairs of an analysis."""
 
-    Where ρ is small, frequent concepts get a high τ; beyond log(K − 1) for K contrasts that are equally close, the lowest
-    (docs/method.md).
-    """
-
-    sweep: str
-    """Directory or URI of a sweep of `temperature.rho` over dual encoders, made by `jobs.sweep`."""
     images: str
     """Archives or a directory of images with captions, as for `predict_temperatures`."""
     label: str
@@ -153,12 +138,24 @@ class Phase(Analysis):
     workers: PoolSection = field(default_factory=PoolSection)
 
     def __post_init__(self) -> None:
-        super(Phase, self).__post_init__()
+        Analysis.__post_init__(self)
         check_least(self, batch_size=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Noise(Analysis):
+class Phase(PairAnalysis):
+    """Compare the rank correlation of τ with a number beside the images, such as the frequency of a concept, over ρ.
+
+    Where ρ is small, frequent concepts get a high τ; beyond log(K − 1) for K contrasts that are equally close, the lowest
+    (docs/method.md).
+    """
+
+    sweep: str
+    """Directory or URI of a sweep of `temperature.rho` over dual encoders, made by `jobs.sweep`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noise(PairAnalysis):
     """Compare the temperatures of pairs whose captions are as they were with those of pairs whose captions got noise.
 
     In a noisy caption one word is deleted or replaced by the word "random" (TempNet, §6, Figure 8).
@@ -166,8 +163,6 @@ class Noise(Analysis):
 
     model: str
     """Directory or URI of a dual encoder with its TempNets, such as an export of `train_clip`."""
-    images: str
-    """Archives or a directory of images with captions, as for `predict_temperatures`."""
     label: str
     """Field with a number in the JSON files beside the images, such as `concept_frequency` of the sample data: noisy pairs
     above its median make a group of their own."""
@@ -175,24 +170,9 @@ class Noise(Analysis):
     """Probability, in (0, 1), that a caption gets noise."""
     seed: int = 42
     """Seed of the noise; with the seed and the share of a training run on the same images the noise is the same."""
-    batch_size: int = 64
-    """Number of images, or of captions, per forward pass."""
-    workers: PoolSection = field(default_factory=PoolSection)
 
     def __post_init__(self) -> None:
-        super(Noise, self).__post_init__()
-        check_least(self, batch_size=1, seed=0)
+        PairAnalysis.__post_init__(self)
+        check_least(self, seed=0)
         if not 0.0 < self.share < 1.0:
             raise ValueError(f"share = {self.share:g} must lie in (0, 1)")
-
-
-def check_rising(name: str, values: tuple[float, ...]) -> None:
-    """Check that there are at least two positive numbers, each larger than the one before.
-
-    Raises:
-        ValueError: naming the field and the values.
-    """
-    is_rising = all(low < high for low, high in itertools.pairwise(values))
-    if len(values) < 2 or not is_rising or not all(0.0 < value < math.inf for value in values):
-        text = " ".join(f"{value:g}" for value in values)
-        raise ValueError(f"{name} = {text} must be at least two rising positive numbers")

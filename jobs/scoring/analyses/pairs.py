@@ -6,7 +6,7 @@ noise    the temperatures of pairs with noisy captions beside those of the other
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,13 +17,13 @@ from pyarrow.fs import FileSelector, FileType
 
 from jobs.engine.tables import markdown_table
 from jobs.engine.tracking import resolve_uri
-from jobs.scoring.analyses.config import Noise, Phase
-from jobs.scoring.analyses.curves import Curves, collect, show
-from jobs.scoring.results import Findings, absolute_output, publish_findings
+from jobs.scoring.analyses.config import Noise, PairAnalysis, Phase
+from jobs.scoring.analyses.curves import Curves, show
+from jobs.scoring.results import Findings, picture, publish_findings
 from jobs.scoring.temperatures.config import PredictPairTemperaturesConfig
 from jobs.scoring.temperatures.pages import MODALITIES, correlate, labelled_temperatures, match_numbers
 from jobs.scoring.temperatures.pairs import PairPredictionSettings, predict_pairs, resolve_settings
-from jobs.scoring.units import UnitStore
+from jobs.scoring.units import UnitStore, absolute_output
 from pipelines.images.archives import list_image_archives
 from pipelines.images.captions import CaptionNoise
 from pipelines.images.temperature_table import read_numbers, read_table
@@ -31,23 +31,12 @@ from pipelines.storage import join, read_json, resolve
 from tempnet.intervals import Interval, difference_interval, mean_interval
 
 
-def _prediction_settings(config: Phase | Noise, model: str) -> PairPredictionSettings:
-    """Return the settings that predict the temperatures of all pairs, of which at least one must have the label.
-
-    Raises:
-        FileNotFoundError, ValueError: if model and images do not fit together, or no sample has the label.
-    """
-    settings = resolve_settings(
-        PredictPairTemperaturesConfig(
-            model=model,
-            images=config.images,
-            output=config.output,
-            batch_size=config.batch_size,
-            workers=config.workers,
-        )
-    )
-    source = settings.images.source
-    next(read_numbers(source, list_image_archives(source), config.label))
+def _prediction_settings(config: PairAnalysis, model: str) -> PairPredictionSettings:
+    """Return the settings that predict the temperatures of all pairs, of which at least one must have the label."""
+    names = ("images", "output", "batch_size", "workers")
+    options = {name: getattr(config, name) for name in names}
+    settings = resolve_settings(PredictPairTemperaturesConfig(model=model, **options))
+    next(read_numbers(settings.images.source, list_image_archives(settings.images.source), config.label))
     return settings
 
 
@@ -63,36 +52,37 @@ def analyse_phase(config: Phase) -> Curves:
         ScoringFailedError: naming what failed.
     """
     uri = resolve_uri(config.tracking, config.run.resolved_storage)
-    output = absolute_output(config)
     trials = _find_trials(config.sweep)
     settings = {name: _prediction_settings(config, trial["export"]) for name, trial in trials.items()}
-    correlations = {name: _predict(config, of_trial, join(output, name)) for name, of_trial in settings.items()}
-    figures = [f"Spearman(τ of {noun}, {config.label})" for noun in MODALITIES.values()]
-
-    def at(rho: float) -> Mapping[str, Interval]:
-        rows = [correlations[name] for name, trial in trials.items() if trial["rho"] == rho]
-        return {
-            name: _combine([row[noun] for row in rows]) for name, noun in zip(figures, MODALITIES.values(), strict=True)
-        }
-
-    curves = collect("ρ", sorted({trial["rho"] for trial in trials.values()}), figures, at)
-    title = f"τ and {config.label} over ρ"
-    findings = Findings(
-        title=title,
-        values=curves.values() | {"num_trials": len(trials)},
-        table=curves.table(),
-        conclusion=_conclude_phase(curves, len(trials)),
+    found: dict[float, list[Mapping[str, Interval]]] = {rho: [] for rho in sorted({t["rho"] for t in trials.values()})}
+    for name, of_trial in settings.items():
+        output = join(absolute_output(config.output), name)
+        UnitStore(output).claim(of_trial.record())
+        predict_pairs(of_trial, output, config.workers)
+        samples = labelled_temperatures(read_table(output, ["key", *MODALITIES]), of_trial.images.source, config.label)
+        found[trials[name]["rho"]].append(correlate(samples, config.label))
+    figures = {noun: f"Spearman(τ of {noun}, {config.label})" for noun in MODALITIES.values()}
+    points = {
+        rho: {name: _combine([row[noun] for row in rows]) for noun, name in figures.items()}
+        for rho, rows in found.items()
+    }
+    curves, low, high = Curves(quantity="ρ", points=points), min(points), max(points)
+    conclusion = "; ".join(
+        f"{name} is {show(points[low][name])} at ρ = {low:g} and {show(points[high][name])} at ρ = {high:g}"
+        for name in figures.values()
+    )
+    return curves.publish(
+        config,
+        f"τ and {config.label} over ρ",
+        uri=uri,
+        values={"num_trials": len(trials)},
+        conclusion=f"{conclusion}; {len(trials)} trials",
         picture="phase.png",
-        plot=partial(curves.plot, title, is_logarithmic=min(curves.xs) > 0),
-        metrics={
-            f"spearman_{noun}": curves.figures[name][-1][0]
-            for name, noun in zip(figures, MODALITIES.values(), strict=True)
-        },
-        settings={"analysis": title, **{name: of_trial.record() for name, of_trial in settings.items()}},
+        is_logarithmic=low > 0,
+        metrics={f"spearman_{noun}": points[high][name].mean for noun, name in figures.items()},
+        settings={name: of_trial.record() for name, of_trial in settings.items()},
         source=config.images,
     )
-    publish_findings(config, findings, uri=uri)
-    return curves
 
 
 def _find_trials(sweep: str) -> dict[str, Mapping[str, Any]]:
@@ -114,29 +104,11 @@ def _find_trials(sweep: str) -> dict[str, Mapping[str, Any]]:
     return trials
 
 
-def _predict(config: Phase, settings: PairPredictionSettings, output: str) -> dict[str, Interval]:
-    """Predict the temperatures of all pairs by one trial's model, and return their rank correlations with the label."""
-    UnitStore(output).claim(settings.record())
-    predict_pairs(settings, output, config.workers)
-    table = read_table(output, ["key", *MODALITIES])
-    return correlate(labelled_temperatures(table, settings.images.source, config.label), config.label)
-
-
-def _combine(rows: Sequence[Interval]) -> Interval:
+def _combine(rows: list[Interval]) -> Interval:
     return rows[0] if len(rows) == 1 else mean_interval([r for r, _ in rows])
 
 
-def _conclude_phase(curves: Curves, num_trials: int) -> str:
-    """Return one line with the rank correlation at the smallest and the largest ρ."""
-    parts = [
-        f"{name} is {show(points[0])} at ρ = {curves.xs[0]:g} and {show(points[-1])} at ρ = {curves.xs[-1]:g}"
-        for name, points in curves.figures.items()
-    ]
-    return f"{'; '.join(parts)}; {num_trials} trials"
-
-
 _TITLE = "τ of pairs with noisy captions"
-_CLEAN, _NOISY, _FREQUENT = "clean", "noisy", "noisy and frequent"
 _MIN_PAIRS = 2
 """Number of pairs that every group needs, for an interval."""
 
@@ -153,17 +125,14 @@ def analyse_noise(config: Noise) -> dict[str, Any]:
         ScoringFailedError: naming what failed.
     """
     uri = resolve_uri(config.tracking, config.run.resolved_storage)
-    output = absolute_output(config)
-    settings = replace(
-        _prediction_settings(config, config.model), noise=CaptionNoise(share=config.share, seed=config.seed)
-    )
-    source = settings.images.source
-    temperatures = join(output, "temperatures")
+    noise = CaptionNoise(share=config.share, seed=config.seed)
+    settings = replace(_prediction_settings(config, config.model), noise=noise)
+    temperatures = join(absolute_output(config.output), "temperatures")
     UnitStore(temperatures).claim(settings.record())
     predict_pairs(settings, temperatures, config.workers)
     table = read_table(temperatures, ["id", "key", *MODALITIES])
-    numbers = match_numbers(table["key"].to_pylist(), source, config.label)
-    groups = group_pairs(table["id"].to_numpy(), numbers, settings.noise)
+    numbers = match_numbers(table["key"].to_pylist(), settings.images.source, config.label)
+    groups = group_pairs(table["id"].to_numpy(), numbers, noise)
     tau = {noun: table[name].to_numpy().astype(np.float64) for name, noun in MODALITIES.items()}
     values = figures(groups, tau)
     rows = [["group", "pairs", *(f"mean τ of {noun}" for noun in tau)]]
@@ -199,7 +168,7 @@ def group_pairs(ids: np.ndarray, numbers: np.ndarray, noise: CaptionNoise) -> Gr
     """
     is_noisy = np.array([noise.selects(int(pair)) for pair in ids], dtype=bool)
     is_frequent = numbers > np.nanmedian(numbers)
-    groups = {_CLEAN: ~is_noisy, _NOISY: is_noisy, _FREQUENT: is_noisy & is_frequent}
+    groups = {"clean": ~is_noisy, "noisy": is_noisy, "noisy and frequent": is_noisy & is_frequent}
     if small := [f"{name} {int(chosen.sum())}" for name, chosen in groups.items() if chosen.sum() < _MIN_PAIRS]:
         raise ValueError(f"images: every group needs {_MIN_PAIRS} pairs; of {len(ids)} pairs are {', '.join(small)}")
     return groups
@@ -208,24 +177,19 @@ def group_pairs(ids: np.ndarray, numbers: np.ndarray, noise: CaptionNoise) -> Gr
 def figures(groups: Groups, tau: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Return the mean τ of every group, and the difference between noisy and clean pairs, with 95 % half-widths.
 
-    Args:
-        groups: the groups.
-        tau: images and captions → τ (n,) of every pair.
+    `tau` holds, for images and for captions, τ (n,) of every pair.
     """
-    differences = {}
-    for noun, of_kind in tau.items():
-        differences[noun] = difference_interval(of_kind[groups[_NOISY]], of_kind[groups[_CLEAN]]).as_json()
-    return {
-        "groups": [
-            {
-                "group": name,
-                "num_pairs": int(chosen.sum()),
-                **{noun: mean_interval(of_kind[chosen]).as_json() for noun, of_kind in tau.items()},
-            }
-            for name, chosen in groups.items()
-        ],
-        "differences": differences,
-    }
+    rows = [
+        {
+            "group": name,
+            "num_pairs": int(chosen.sum()),
+            **{noun: mean_interval(of_kind[chosen]).as_json() for noun, of_kind in tau.items()},
+        }
+        for name, chosen in groups.items()
+    ]
+    noisy, clean = groups["noisy"], groups["clean"]
+    differences = {noun: difference_interval(of_kind[noisy], of_kind[clean]) for noun, of_kind in tau.items()}
+    return {"groups": rows, "differences": {noun: interval.as_json() for noun, interval in differences.items()}}
 
 
 def conclude_noise(values: Mapping[str, Any]) -> str:
@@ -240,18 +204,11 @@ def conclude_noise(values: Mapping[str, Any]) -> str:
 
 def plot(groups: Groups, tau: Mapping[str, np.ndarray], path: Path) -> None:
     """Plot the distribution of τ in every group, images above captions."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, rows = plt.subplots(len(tau), figsize=(7, 1 + 2.4 * len(tau)), layout="constrained")
-    for axes, (noun, of_kind) in zip(rows, tau.items(), strict=True):
-        edges = np.histogram_bin_edges(of_kind, bins=40)
-        for name, chosen in groups.items():
-            axes.hist(of_kind[chosen], bins=edges, density=True, histtype="step", label=f"{name} ({int(chosen.sum())})")
-        axes.set(xlabel=f"τ of {noun}", ylabel="density")
-    rows[0].legend(fontsize=8)
-    figure.suptitle(_TITLE)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with picture(path, len(tau), figsize=(7, 1 + 2.4 * len(tau)), title=_TITLE) as rows:
+        for axes, (noun, of_kind) in zip(rows[:, 0], tau.items(), strict=True):
+            edges = np.histogram_bin_edges(of_kind, bins=40)
+            for name, chosen in groups.items():
+                label = f"{name} ({int(chosen.sum())})"
+                axes.hist(of_kind[chosen], bins=edges, density=True, histtype="step", label=label)
+            axes.set(xlabel=f"τ of {noun}", ylabel="density")
+        rows[0, 0].legend(fontsize=8)

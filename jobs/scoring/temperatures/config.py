@@ -5,14 +5,52 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jobs.scoring.config import LanguageModelPool, PoolSection, check_least, check_precision, check_share
+from jobs.scoring.config import (
+    LanguageModelPool,
+    PoolSection,
+    check_least,
+    check_named,
+    check_precision,
+    check_share,
+)
 
 SUMMARY_FILE = "_summary.json"
 """Totals over all parts, beside them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PredictTemperaturesConfig:
+class TextReadingConfig:
+    """How the documents of a text are read by a language model."""
+
+    context_length: int = 0
+    """Number of positions that the language model reads at once. 0: all that it was built for."""
+    stride: int = 0
+    """Tokens between the starts of a long document's windows, 1 … context_length. Every token is predicted once;
+    after the first window, with at least context_length − stride tokens of context. 0: half of context_length."""
+    batch_size: int = 16
+    """Number of windows per forward pass."""
+    precision: Literal["fp32", "bf16", "int8", "fp8"] = "fp32"
+    """Precision of the base model; int8, fp8: weights in eight bits, products in bfloat16, by torchao.
+    TempNet, τ and entropy are float32."""
+    text_field: str = "text"
+    """Name of the field or column that contains the text."""
+    max_documents: int = 0
+    """Maximum number of documents read from each archive. 0: all."""
+    part_characters: int = 1_000_000
+    """Characters per part, which is scored, written and resumed as a unit. A part ends with the document that reaches this
+    number, or at the end of its archive."""
+    max_bad_share: float = 0.01
+    """Largest share of records, in [0, 1], that may be unreadable before the job fails."""
+    workers: LanguageModelPool = field(default_factory=LanguageModelPool)
+
+    def __post_init__(self) -> None:
+        check_least(self, batch_size=1, part_characters=1, context_length=0, stride=0, max_documents=0)
+        check_precision("precision", self.precision)
+        check_share("max_bad_share", self.max_bad_share)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictTemperaturesConfig(TextReadingConfig):
     """The model, the texts, and where the results go: tables (`output`), a page (`html`), or both."""
 
     model: str
@@ -34,30 +72,10 @@ class PredictTemperaturesConfig:
     """Also write lists of token ids, τ and entropy, with one element per token."""
     with_entropy: bool = True
     """Also write the entropy of the predictions at τ = 1, in nats, and its rank correlation with τ. It needs logits."""
-    context_length: int = 0
-    """Number of positions that the model reads at once. 0: all that it was built for."""
-    stride: int = 0
-    """Tokens between the starts of a long document's windows, 1 … context_length. Every token is predicted once;
-    after the first window, with at least context_length − stride tokens of context. 0: half of context_length."""
-    batch_size: int = 16
-    """Number of windows per forward pass."""
-    precision: Literal["fp32", "bf16", "int8", "fp8"] = "fp32"
-    """Precision of the base model; int8, fp8: weights in eight bits, products in bfloat16, by torchao.
-    TempNet, τ and entropy are float32."""
-    text_field: str = "text"
-    """Name of the field or column that contains the text."""
-    max_documents: int = 0
-    """Maximum number of documents read from each archive. 0: all."""
-    part_characters: int = 1_000_000
-    """Characters per part. A part ends with the document that reaches this number, or at the end of its archive."""
-    max_bad_share: float = 0.01
-    """Largest share of records, in [0, 1], that may be unreadable before the job fails."""
-    workers: LanguageModelPool = field(default_factory=LanguageModelPool)
 
     def __post_init__(self) -> None:
-        check_least(self, html_tokens=1, batch_size=1, part_characters=1, context_length=0, stride=0, max_documents=0)
-        check_precision("precision", self.precision)
-        check_share("max_bad_share", self.max_bad_share)
+        TextReadingConfig.__post_init__(self)
+        check_least(self, html_tokens=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +117,7 @@ class PredictPairTemperaturesConfig:
 
     def __post_init__(self) -> None:
         check_least(self, batch_size=1, part_pairs=1)
-        for name in ("model", "images", "output"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} is empty: it must name a directory")
+        check_named(self, model="a directory", images="a directory", output="a directory")
         check_share("max_bad_share", self.max_bad_share)
         if self.label and not self.html:
             raise ValueError(f"label = {self.label} is shown on the page only: html must name a file for it")

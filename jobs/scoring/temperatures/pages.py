@@ -11,27 +11,22 @@ import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import pyarrow as pa
 import torch
 from PIL import Image
 
 from jobs.engine.rivals import is_constant
-from jobs.scoring.dual_encoders.encoder import caption_encoder
-from jobs.scoring.temperatures.pairs import PREPARED_DIRECTORY, PairPredictionSettings
+from jobs.scoring.results import picture
+from jobs.scoring.temperatures.pairs import PairPredictionSettings
 from jobs.tasks.base import naming_field
 from jobs.tasks.language_model.report import ColouredText, coloured_page
 from pipelines.images.archives import list_image_archives
 from pipelines.images.manifest import read_index
 from pipelines.images.pairs import PairSource, find_shards
-from pipelines.images.prepare import prepare_images
 from pipelines.images.temperature_table import read_numbers, read_table
 from pipelines.storage import exists, write_bytes
 from tempnet.intervals import Interval, spearman_interval
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 _NUM_SHOWN = 12
 _NUM_BINS = 12
@@ -48,13 +43,7 @@ Samples = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 
 def labelled_temperatures(table: pa.Table, source: str, label: str) -> Samples:
-    """Return τ and the label of the images, and of the captions.
-
-    Args:
-        table: table of temperatures with the column `key` and those of `MODALITIES`.
-        source: archives or directory of the images.
-        label: field with a number in the JSON files beside the images.
-    """
+    """Return τ and the label, a number in the JSON files beside the images in `source`, of the rows of a table."""
     numbers = match_numbers(table["key"].to_pylist(), source, label)
     samples = {}
     for name, noun in MODALITIES.items():
@@ -65,23 +54,19 @@ def labelled_temperatures(table: pa.Table, source: str, label: str) -> Samples:
 
 
 def correlate(samples: Samples, label: str) -> dict[str, Interval]:
-    """Return Spearman's rank correlation of τ with the label and its 95 % half-width, for images and for captions.
+    """Return Spearman's rank correlation of τ with the label, for images and for captions.
 
     Raises:
         ValueError: if fewer than 4 samples have the label.
     """
     with naming_field(f"label = {label}: "):
-        return {
-            noun: spearman_interval(torch.from_numpy(tau), torch.from_numpy(values))
-            for noun, (tau, values) in samples.items()
-        }
+        return {noun: spearman_interval(*map(torch.from_numpy, values)) for noun, values in samples.items()}
 
 
 def distinct_rows(name: str, table: pa.Table) -> np.ndarray:
     """Return the rows of the table that count for a modality: an image counts once, however many captions it has."""
-    return (
-        np.unique(table["key"].to_numpy(), return_index=True)[1] if name == "tau_image" else np.arange(table.num_rows)
-    )
+    first = np.unique(table["key"].to_numpy(), return_index=True)[1]
+    return first if name == "tau_image" else np.arange(table.num_rows)
 
 
 def match_numbers(keys: Sequence[str], source: str, label: str) -> np.ndarray:
@@ -93,16 +78,12 @@ def match_numbers(keys: Sequence[str], source: str, label: str) -> np.ndarray:
 
 
 def write_page(path: str, text: str, sections: dict[str, ColouredText]) -> None:
-    """Write the page for a text (whose name is shown in the title) to a file at a path or URI."""
+    """Write the page of a text, whose name is in the title, to a path or URI."""
     write_bytes(path, coloured_page(title=f"Temperatures of {text}", sections=sections).encode())
 
 
 def check_page(path: str) -> None:
-    """Check that the page can be written, before any work starts, by making an empty one unless there is one.
-
-    Raises:
-        OSError: with the reason why it cannot be written.
-    """
+    """Check that the page can be written (OSError), before any work starts, by making an empty one unless there is one."""
     if "://" not in path:
         with Path(path).open("a", encoding="utf-8"):
             pass
@@ -112,31 +93,19 @@ def check_page(path: str) -> None:
 
 def write_pair_page(
     path: str, images: str, output: str, settings: PairPredictionSettings, label: str = ""
-) -> Mapping[str, tuple[float, float]]:
-    """Write the page of a finished table.
-
-    Args:
-        path: path or URI of the HTML file.
-        images: name of the images, for the title.
-        output: directory or URI of the table, beside which the images were prepared.
-        settings: the settings that the table was made with.
-        label: name of a field of the samples' JSON files with a number, which τ is compared with; empty for none.
+) -> Mapping[str, Interval]:
+    """Write the page of a finished table in `output` to a path or URI; `images` is their name, for the title.
 
     Returns:
-        For images and for captions, Spearman's correlation with the label, and the half-width of its 95 % interval;
-        empty without a label.
+        Spearman's correlation of τ with the label, for images and for captions; empty without a label.
 
     Raises:
         ValueError: if fewer than 4 samples have the label.
     """
     table = read_table(output, ["id", "key", "caption", *MODALITIES])
-    source = PairSource(
-        manifest=prepare_images(settings.images, f"{output}/{PREPARED_DIRECTORY}"),  # which is done already
-        tokenizer=caption_encoder(settings.model).tokenizer,
-        image_size=settings.model.image_size,
-    )
+    source = settings.prepare(output)
     sections = []
-    correlations: Mapping[str, tuple[float, float]] = {}
+    correlations: dict[str, Interval] = {}
     if label:
         samples = labelled_temperatures(table, settings.images.source, label)
         correlations = correlate(samples, label)
@@ -146,30 +115,22 @@ def write_pair_page(
     return correlations
 
 
-def _label_section(
-    label: str,
-    samples: Mapping[str, tuple[np.ndarray, np.ndarray]],
-    correlations: Mapping[str, tuple[float, float]],
-) -> str:
-    """Return the section that compares τ with a label; `samples` are τ and the label of the images, and of the captions."""
-    figure, axes = plt.subplots(figsize=(7, 3.8), layout="constrained")
-    for (noun, (tau, values)), colour in zip(samples.items(), ("tab:blue", "tab:orange"), strict=True):
-        edges = np.unique(np.quantile(values, np.linspace(0, 1, _NUM_BINS + 1)))
-        bins = np.clip(np.searchsorted(edges, values, side="right") - 1, 0, max(0, len(edges) - 2))
-        used = np.unique(bins)
-        centres = [float(np.median(values[bins == number])) for number in used]
-        low, middle, high = (
-            [float(np.quantile(tau[bins == number], share)) for number in used] for share in (0.1, 0.5, 0.9)
-        )
-        axes.plot(centres, middle, marker="o", color=colour, label=f"{noun}: median, 10 % to 90 %")
-        axes.fill_between(centres, low, high, color=colour, alpha=0.2)
-    if values.min() > 0 and values.max() / values.min() > 30:
-        axes.set_xscale("log")
-    axes.set(xlabel=label, ylabel="τ")
-    axes.legend()
+def _label_section(label: str, samples: Samples, correlations: Mapping[str, Interval]) -> str:
+    """Return the section that compares τ with a label."""
     stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=120)
-    plt.close(figure)
+    with picture(stream, figsize=(7, 3.8)) as ((axes,),):
+        for (noun, (tau, values)), colour in zip(samples.items(), ("tab:blue", "tab:orange"), strict=True):
+            edges = np.unique(np.quantile(values, np.linspace(0, 1, _NUM_BINS + 1)))
+            bins = np.clip(np.searchsorted(edges, values, side="right") - 1, 0, max(0, len(edges) - 2))
+            chosen = [bins == number for number in np.unique(bins)]
+            centres = [float(np.median(values[rows])) for rows in chosen]
+            low, middle, high = np.array([np.quantile(tau[rows], [0.1, 0.5, 0.9]) for rows in chosen]).T
+            axes.plot(centres, middle, marker="o", color=colour, label=f"{noun}: median, 10 % to 90 %")
+            axes.fill_between(centres, low, high, color=colour, alpha=0.2)
+        if values.min() > 0 and values.max() / values.min() > 30:
+            axes.set_xscale("log")
+        axes.set(xlabel=label, ylabel="τ")
+        axes.legend()
     shown = "; ".join(
         f"{r:+.3f} ± {half:.3f} over {len(samples[noun][0]):,} {noun}" for noun, (r, half) in correlations.items()
     )

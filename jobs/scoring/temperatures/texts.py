@@ -1,39 +1,61 @@
-"""Predicting τ, and the entropy at τ = 1, of every token of documents: checked settings, and the predictor.
+"""Temperatures of texts: τ, and the entropy at τ = 1, of every token: archives → parts → a pool of models → tables.
 
-All checks happen before Ray is started or the base model is loaded.
+All checks happen before Ray is started or the base model is loaded. The tables have one row per document, and the totals of
+their part, which can be added, as metadata.
 
 Shapes: B windows, T positions of the longest window, N new tokens of a batch, d hidden size, V effective vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import ray
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from jobs.engine.cluster import start_ray
 from jobs.engine.fields import absolute_path
 from jobs.engine.fingerprints import tempnet_digest
-from jobs.scoring.temperatures.config import PredictTemperaturesConfig
+from jobs.scoring.config import LanguageModelPool
+from jobs.scoring.temperatures.config import SUMMARY_FILE, PredictTemperaturesConfig
+from jobs.scoring.text_parts import Part, ReadArchive, map_archives, part_files, token_arrays, tokenise
 from jobs.scoring.text_sources import TextSettings, list_sources, read_in_batches, text_options
+from jobs.scoring.units import Finished, settings_digest, to_parquet
 from jobs.tasks.base import naming_field
+from jobs.tasks.language_model.report import ColouredText
 from pipelines.archives import Archive
 from pipelines.local_copy import local_copy
-from pipelines.text.tokenization import load_tokenizer
+from pipelines.storage import resolve, write_json
+from pipelines.text.reading import Document, readable_documents
+from pipelines.text.tokenization import load_tokenizer, token_pieces
+from pipelines.text.windows import ReadingWindow
 from tempnet.base_model import read_config
 from tempnet.devices import DeviceMap, input_device, move_base
 from tempnet.inference import CachedFold, can_fold, record_hidden_states
 from tempnet.loading import load_causal_lm, load_tempnet
-from tempnet.models.output_head import output_weight
+from tempnet.models.output_head import find_output_head
 from tempnet.network import TempNet
+from tempnet.statistics import histogram_quantile, spearman
 from tempnet.weights import check_weight_files
 
 # Maximum number of logits held in float32 at a time (64 MiB).
 _NUM_LOGITS_AT_ONCE = 1 << 24
+QUANTILES = {f"tau_q{round(100 * share):02d}": share for share in (0.05, 0.25, 0.5, 0.75, 0.95)}
+"""Column of a quantile → its share."""
+NUM_BINS = 10_000
+_TOTALS_KEY = b"totals"
+_UNIT = "temperature, dimensionless"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,19 +83,23 @@ def resolve_settings(config: PredictTemperaturesConfig) -> tuple[PredictionSetti
 
 
 def model_settings(config: PredictTemperaturesConfig) -> PredictionSettings:
-    """Returns the settings of a configuration without looking at its text.
-
-    Raises:
-        FileNotFoundError, OSError: if the model or the TempNet is missing.
-        ValueError: if they do not fit together, or a field does not fit them.
-    """
+    """Returns the settings of a configuration without looking at its text; errors are those of `resolve_settings`."""
     with naming_field("model = "):
         check_weight_files(place := local_copy(config.model))
         base = read_config(place).get_text_config()
     with naming_field("tempnet = " if config.tempnet else "model = "):
         network = load_tempnet(local_copy(config.tempnet or config.model))
     tokenizer = load_tokenizer(config.model)
-    _check_vocabulary(config.model, network, num_tokens=len(tokenizer), num_logits=base.vocab_size)
+    if network.config.kind == "embeddings":
+        raise ValueError(f"the TempNet of {config.model} reads embeddings, not the logits of a language model")
+    if (size := network.config.input_size) != len(tokenizer):
+        raise ValueError(
+            f"the tokenizer of {config.model} has {len(tokenizer)} tokens, its TempNet was built for a vocabulary of {size}"
+        )
+    if base.vocab_size < size:
+        raise ValueError(
+            f"the TempNet was built for a vocabulary of {size}, {config.model} has {base.vocab_size} logits"
+        )
     return PredictionSettings(
         **text_options(config, tokenizer, base),
         tempnet=absolute_path(config.tempnet or config.model),
@@ -85,22 +111,60 @@ def model_settings(config: PredictTemperaturesConfig) -> PredictionSettings:
     )
 
 
-def _check_vocabulary(model: str, network: TempNet, *, num_tokens: int, num_logits: int) -> None:
-    if network.config.kind == "embeddings":
-        raise ValueError(f"the TempNet of {model} reads embeddings, not the logits of a language model")
-    if num_tokens != network.config.input_size:
-        raise ValueError(
-            f"the tokenizer of {model} has {num_tokens} tokens, its TempNet was built for a vocabulary of "
-            f"{network.config.input_size}"
-        )
-    if num_logits < network.config.input_size:
-        raise ValueError(
-            f"the TempNet was built for a vocabulary of {network.config.input_size}, {model} has {num_logits} logits"
-        )
+class TokenChunk(NamedTuple):
+    """Some of the new tokens of a batch: as many as have room for their logits."""
+
+    hidden: Tensor
+    """(n, d) what the output layer reads."""
+    targets: Tensor
+    """(n,) int64: the tokens."""
+    logits: Callable[[], Tensor]
+    """Returns the logits (n, V) in float32."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
+class TokenReader:
+    """Runs a language model over documents; what it gives does not depend on the batch.
+
+    Padding is on the right and never attended to. Where the logits are a function of the last hidden states
+    (`find_output_head`), they are computed only where they are asked for.
+    """
+
+    def __init__(self, settings: TextSettings, base: Any, vocab_size: int, *, use_gpu: bool) -> None:
+        if use_gpu and not torch.cuda.is_available():
+            raise ValueError("workers.use_gpu = True: torch finds no CUDA device here")
+        self._settings, self._vocab_size = settings, vocab_size
+        self._base: Any = move_base(base, "cuda" if use_gpu else "cpu")
+        self._device = input_device(base)
+        self._head = find_output_head(base)
+
+    def read(self, documents: Sequence[np.ndarray]) -> Iterator[tuple[list[ReadingWindow], Iterator[TokenChunk]]]:
+        """Yields the windows of documents (n,) in batches, with the new tokens of a batch, window after window."""
+        for windows, *tensors in read_in_batches(documents, self._settings):
+            yield windows, self._chunks(*(tensor.to(self._device) for tensor in tensors))
+
+    def _chunks(self, input_ids: Tensor, targets: Tensor, is_new: Tensor) -> Iterator[TokenChunk]:
+        logits: Tensor | None = None
+        if self._head is None:
+            with record_hidden_states(self._base) as seen:
+                logits = self._base(input_ids=input_ids, use_cache=False).logits[is_new]
+            hidden = seen[0].to(self._device)[is_new]
+        else:
+            hidden = self._base.base_model(input_ids=input_ids, use_cache=False)[0].to(self._device)[is_new]
+        wanted = targets[is_new]
+        size = max(1, _NUM_LOGITS_AT_ONCE // self._vocab_size)
+        for at in range(0, len(hidden), size):
+            rows = slice(at, at + size)
+            part = None if logits is None else logits[rows]
+            yield TokenChunk(hidden[rows], wanted[rows], partial(self._logits, hidden[rows], part))
+
+    def _logits(self, hidden: Tensor, logits: Tensor | None) -> Tensor:
+        if logits is None:
+            assert self._head is not None
+            logits = self._head.logits(self._base, hidden, self._vocab_size).to(self._device)
+        return logits[:, : self._vocab_size].float()
+
+
+class Prediction(NamedTuple):
     """Predictions for one document of n tokens; element i belongs to the prediction of token i."""
 
     tau: np.ndarray
@@ -109,18 +173,13 @@ class Prediction:
     """(n,) float32: the entropies at τ = 1, in nats; None if they were not requested."""
 
 
-class Predictor:
-    """Predicts τ and entropy with a model and its TempNet; predictions do not depend on the batch.
+class Predictor(TokenReader):
+    """Predicts τ and entropy with a model and its TempNet.
 
-    Padding is on the right and never attended to. If τ can be computed from the hidden state
-    (`tempnet.inference.can_fold`), the model's output layer is run on one position only, and logits are computed only
-    for the entropy, a chunk of tokens at a time. Otherwise the model computes its logits once, and they are converted
-    to float32 one chunk at a time.
+    If τ can be computed from the hidden state (`tempnet.inference.can_fold`), logits are needed only for the entropy.
     """
 
     def __init__(self, settings: PredictionSettings, *, use_gpu: bool = False, device_map: DeviceMap = None) -> None:
-        if use_gpu and not torch.cuda.is_available():
-            raise ValueError("workers.use_gpu = True: torch finds no CUDA device here")
         base, network = load_causal_lm(
             local_copy(settings.model),
             local_copy(settings.tempnet),
@@ -128,49 +187,265 @@ class Predictor:
             device_map=device_map,
             fetch=local_copy,
         )
-        self._settings = settings
-        self._base: Any = move_base(base, "cuda" if use_gpu else "cpu")
-        self._device = input_device(base)
-        self._tempnet = network.to(self._device)
-        self._vocab_size = network.config.input_size
+        super().__init__(settings, base, network.config.input_size, use_gpu=use_gpu)
+        self._with_entropy = settings.with_entropy
+        self._tempnet: TempNet = network.to(self._device)
         self._fold = CachedFold.of(base, network) if can_fold(base, network) else None
 
     @torch.inference_mode()
     def predict(self, documents: Sequence[np.ndarray]) -> list[Prediction]:
         """Returns the predictions for every document, given as token ids (n,)."""
         figures = [np.empty((2, len(ids)), dtype=np.float32) for ids in documents]  # τ and entropy
-        for batch, input_ids, _, is_new in read_in_batches(documents, self._settings):
-            predicted = self._predict_batch(input_ids.to(self._device), is_new.to(self._device)).cpu().numpy()
-            ends = np.cumsum([window.stop - window.first for window in batch])
-            for window, part in zip(batch, np.split(predicted, ends[:-1], axis=1), strict=True):
+        for windows, chunks in self.read(documents):
+            predicted = torch.cat([self._figures(chunk) for chunk in chunks], dim=-1).cpu().numpy()
+            ends = np.cumsum([window.stop - window.first for window in windows])
+            for window, part in zip(windows, np.split(predicted, ends[:-1], axis=1), strict=True):
                 figures[window.document][: len(part), window.first : window.stop] = part
-        with_entropy = self._settings.with_entropy
-        return [Prediction(tau=tau, entropy=entropy if with_entropy else None) for tau, entropy in figures]
+        return [Prediction(tau, entropy if self._with_entropy else None) for tau, entropy in figures]
 
-    def _predict_batch(self, input_ids: Tensor, is_new: Tensor) -> Tensor:
-        """Returns (1 or 2, N) for a batch's new tokens, window after window: τ, and the entropy if it is requested."""
-        places = is_new.flatten().nonzero().squeeze(1)
-        chunks = places.split(max(1, _NUM_LOGITS_AT_ONCE // self._vocab_size))
-        with record_hidden_states(self._base, passes_all=self._fold is None) as seen:
-            logits = self._base(input_ids=input_ids, use_cache=False).logits.flatten(0, 1)[:, : self._vocab_size]
-        hidden = seen[0].flatten(0, 1).to(self._device)
-        if self._fold is not None:
-            return torch.cat([self._figures_of_hidden(hidden[chunk]) for chunk in chunks], dim=-1)
-        parts = ((logits[chunk].float(), hidden[chunk]) for chunk in chunks)
-        return torch.cat([self._figures(part, self._tempnet(part, states)) for part, states in parts], dim=-1)
-
-    def _figures_of_hidden(self, hidden: Tensor) -> Tensor:
-        """Computes the same as `_figures`, from hidden states (N, d) before the output layer."""
-        assert self._fold is not None
-        tau = self._fold.temperatures(hidden)
-        if not self._settings.with_entropy:
-            return tau.unsqueeze(0)
-        weight = output_weight(self._base)[0][: self._vocab_size]  # that of a spread model may be on another device
-        return self._figures(F.linear(hidden.to(weight.device), weight).to(self._device, torch.float32), tau)
-
-    def _figures(self, logits: Tensor, tau: Tensor) -> Tensor:
-        """Returns (1 or 2, N) for float32 logits (N, V): τ, and the entropy H = −Σ p log p in nats if it is requested."""
-        if not self._settings.with_entropy:
+    def _figures(self, chunk: TokenChunk) -> Tensor:
+        """Returns (1 or 2, n): τ, and the entropy H = −Σ p log p in nats if it is requested."""
+        logits = chunk.logits() if self._with_entropy or self._fold is None else chunk.hidden
+        tau = self._tempnet(logits, chunk.hidden) if self._fold is None else self._fold.temperatures(chunk.hidden)
+        if not self._with_entropy:
             return tau.unsqueeze(0)
         log_probs = torch.log_softmax(logits, dim=-1)
         return torch.stack([tau, -(log_probs.exp() * log_probs).sum(-1)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Sums over the tokens of a group of documents."""
+
+    num_documents: int
+    num_tokens: int
+    tau: float
+    tau_squared: float
+    entropy: float | None
+    """Sum of the entropies, in nats; None if they were not predicted."""
+    bins: dict[int, int]
+    """Bin of τ → number of tokens, for NUM_BINS equal bins over the range of τ; empty bins are left out."""
+
+    @classmethod
+    def sum(cls, parts: Sequence[Totals]) -> Totals:
+        """Returns the sum of the totals of at least one part."""
+        bins = Counter[int]()
+        for part in parts:
+            bins.update(part.bins)
+        entropies = [part.entropy for part in parts if part.entropy is not None]
+        return cls(
+            num_documents=sum(part.num_documents for part in parts),
+            num_tokens=sum(part.num_tokens for part in parts),
+            tau=math.fsum(part.tau for part in parts),
+            tau_squared=math.fsum(part.tau_squared for part in parts),
+            entropy=math.fsum(entropies) if len(entropies) == len(parts) else None,
+            bins=bins,
+        )
+
+    def figures(self, tau_range: tuple[float, float]) -> dict[str, float | None]:
+        """Returns mean, standard deviation and quantiles of τ, and the mean entropy; without tokens they are None.
+
+        Quantiles are exact to within one bin, which is the range of τ / NUM_BINS.
+        """
+        if not (count := self.num_tokens):
+            return dict.fromkeys(["tau_mean", "tau_std", *QUANTILES, "entropy_mean"])
+        mean = self.tau / count
+        histogram = torch.zeros(NUM_BINS, dtype=torch.float64)
+        histogram[list(self.bins)] = torch.tensor(list(self.bins.values()), dtype=torch.float64)
+        return {
+            "tau_mean": mean,
+            "tau_std": math.sqrt(max(self.tau_squared / count - mean**2, 0.0)),
+            **{name: histogram_quantile(histogram, share, *tau_range) for name, share in QUANTILES.items()},
+            "entropy_mean": None if self.entropy is None else self.entropy / count,
+        }
+
+
+def table_schema(*, with_entropy: bool, per_token: bool) -> pa.Schema:
+    """Returns the columns of a table, each with its unit and meaning; figures of a document without tokens are null."""
+    columns: list[tuple[str, pa.DataType, str, str]] = [
+        ("source", pa.string(), "path", "the archive, relative to what was read"),
+        ("key", pa.string(), "name", "the document: archive[/member]:index of the record"),
+        ("num_tokens", pa.int64(), "tokens", "without the token that opens the document"),
+        ("tau_mean", pa.float64(), _UNIT, "mean over the document's tokens of the τ that predicts them"),
+        ("tau_std", pa.float64(), _UNIT, "standard deviation over the document's tokens"),
+        *((name, pa.float64(), _UNIT, f"{share:.0%} quantile over the tokens") for name, share in QUANTILES.items()),
+    ]
+    if with_entropy:
+        columns += [
+            ("entropy_mean", pa.float64(), "nats", "mean over the tokens of the entropy of the prediction at τ = 1"),
+            ("tau_entropy_spearman", pa.float64(), "rank correlation", "of τ and entropy; 0 if either is constant"),
+        ]
+    if per_token:
+        columns += [
+            ("token_ids", pa.list_(pa.int32()), "token id", "the document's tokens"),
+            ("tau", pa.list_(pa.float32()), _UNIT, "element i: of the prediction of token i"),
+        ]
+        if with_entropy:
+            columns += [("entropy", pa.list_(pa.float32()), "nats", "element i: of the prediction of token i at τ = 1")]
+    return pa.schema(
+        [pa.field(name, kind, metadata={"unit": unit, "meaning": meaning}) for name, kind, unit, meaning in columns]
+    )
+
+
+def document_table(part: pa.Table, source: str, settings: PredictionSettings) -> tuple[pa.Table, Totals]:
+    """Returns the table of a predicted part (`key`, `token_ids`, `tau`, and optionally `entropy`), and its totals."""
+    taus = token_arrays(part["tau"])
+    entropies = token_arrays(part["entropy"]) if settings.with_entropy else [None] * len(taus)
+    rows = [
+        {"source": source, "key": key, **_figures(tau, entropy)}
+        for key, tau, entropy in zip(part["key"].to_pylist(), taus, entropies, strict=True)
+    ]
+    schema = table_schema(with_entropy=settings.with_entropy, per_token=settings.per_token)
+    columns = {
+        name: part[name] if name in ("token_ids", "tau", "entropy") else [row[name] for row in rows]
+        for name in schema.names
+    }
+    tau = np.concatenate(taus).astype(np.float64)
+    low, high = settings.tau_min, settings.tau_max
+    places = np.clip((tau - low) / (high - low) * NUM_BINS, 0, NUM_BINS - 1).astype(np.int64)
+    bins, counts = np.unique(places, return_counts=True)
+    totals = Totals(
+        num_documents=len(taus),
+        num_tokens=len(tau),
+        tau=float(tau.sum()),
+        tau_squared=float(np.square(tau).sum()),
+        entropy=math.fsum(values.sum(dtype=np.float64) for values in entropies if values is not None)
+        if settings.with_entropy
+        else None,
+        bins=dict(zip(bins.tolist(), counts.tolist(), strict=True)),
+    )
+    return pa.table(columns, schema=schema), totals
+
+
+def _figures(tau: np.ndarray, entropy: np.ndarray | None) -> dict[str, float | int | None]:
+    """Returns the figures of one document; tau and entropy are (n,)."""
+    names = ["tau_mean", "tau_std", *QUANTILES]
+    if len(tau) == 0:
+        return {"num_tokens": 0, **dict.fromkeys([*names, "entropy_mean", "tau_entropy_spearman"])}
+    exact = tau.astype(np.float64)
+    values = [exact.mean(), exact.std(), *np.quantile(exact, list(QUANTILES.values()))]
+    figures: dict[str, float | int | None] = {"num_tokens": len(tau), **dict(zip(names, values, strict=True))}
+    if entropy is not None:
+        figures["entropy_mean"] = entropy.mean(dtype=np.float64)
+        correlation = spearman(torch.from_numpy(tau.copy()), torch.from_numpy(entropy.copy()))
+        figures["tau_entropy_spearman"] = float(correlation)
+    return figures
+
+
+def encode_table(table: pa.Table, totals: Totals) -> bytes:
+    """Returns the content of a part's file, with its totals as metadata."""
+    values = asdict(totals) | {"bins": [list(item) for item in totals.bins.items()]}
+    return to_parquet(table.replace_schema_metadata({_TOTALS_KEY: json.dumps(values)}))
+
+
+def read_totals(output: str, file: str) -> Totals:
+    """Reads the totals of a part from the metadata of its file."""
+    filesystem, path = resolve(f"{output}/{file}")
+    values = json.loads(pq.read_schema(path, filesystem=filesystem).metadata[_TOTALS_KEY])
+    return Totals(**{**values, "bins": dict(values["bins"])})
+
+
+class _PartPredictor:
+    """Adds the predictions to parts, in a worker."""
+
+    def __init__(self, settings: PredictionSettings, devices: Mapping[str, Any]) -> None:
+        self._predictor, self._settings = Predictor(settings, **devices), settings
+
+    def __call__(self, part: Part) -> Finished:
+        predictions = self._predictor.predict(token_arrays(part.table["token_ids"]))
+        table, floats = part.table, pa.list_(pa.float32())
+        for name in ("tau", "entropy") if self._settings.with_entropy else ("tau",):
+            table = table.append_column(name, pa.array([getattr(one, name) for one in predictions], floats))
+        documents, totals = document_table(table, part.source, self._settings)
+        return Finished(files={part.file: encode_table(documents, totals)}, num_cases=totals.num_tokens)
+
+
+def predict_archives(
+    settings: PredictionSettings,
+    archives: list[Archive],
+    output: str,
+    workers: LanguageModelPool,
+    *,
+    max_bad_share: float,
+) -> dict[str, Any]:
+    """Write the missing parts in `output` and the summary, and return the summary; Ray is started if needed.
+
+    Raises:
+        ValueError, ScoringFailedError, TooManyProblemsError: see `map_archives`.
+    """
+    started = time.monotonic()
+    model = partial(_PartPredictor, settings, workers.devices)
+    read, outcome = map_archives(settings, archives, output, workers, model, max_bad_share=max_bad_share)
+    totals = Totals.sum([read_totals(output, file) for file in part_files(read)])
+    summary = _summary(settings, archives, read, totals)
+    write_json(f"{output}/{SUMMARY_FILE}", summary)
+    return summary | {"num_tokens_now": outcome.num_cases, "seconds_now": time.monotonic() - started}
+
+
+def _summary(
+    settings: PredictionSettings, archives: list[Archive], read: list[ReadArchive], totals: Totals
+) -> dict[str, Any]:
+    """Returns the content of `_summary.json`: totals, figures of τ over all tokens, problems by kind, and settings."""
+    record = settings.record(archives)
+    problems = Counter[str]()
+    for item in read:
+        problems.update(item.entry.problems)
+    return {
+        "num_archives": len(archives),
+        "num_parts": sum(item.num_parts for item in read),
+        "num_documents": totals.num_documents,
+        "num_tokens": totals.num_tokens,
+        **totals.figures((settings.tau_min, settings.tau_max)),
+        "problems": problems,
+        "examples": [example for item in read for example in item.entry.examples][:5],
+        "settings_digest": settings_digest(record),
+        "settings": record,
+    }
+
+
+def on_worker(function: Callable[..., Any], workers: LanguageModelPool) -> Callable[..., Any]:
+    """Wraps a function to run as a Ray task with a worker's resources, since the driver's machine may have no GPU."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        start_ray()
+        task = ray.remote(num_cpus=workers.cpus_per_worker, num_gpus=workers.num_gpus)(function)
+        return ray.get(task.remote(*arguments, **options))
+
+    return call
+
+
+def first_documents(
+    settings: PredictionSettings, archives: list[Archive], num_tokens: int, **devices: Any
+) -> dict[str, ColouredText]:
+    """Returns key → (tokens, τ, entropy) for the first documents.
+
+    The last document is cut so that there are at most `num_tokens` tokens in all. `devices` are options of `Predictor`.
+
+    Raises:
+        ValueError: if there is no readable document, with the first problems.
+    """
+    tokenizer = load_tokenizer(settings.model)
+    examples: list[str] = []
+
+    def readable() -> Iterator[Document]:
+        for archive in archives:
+            yield from readable_documents(settings.source, archive, settings.text_field, Counter(), examples)
+
+    documents: list[tuple[str, np.ndarray]] = []
+    num_left = num_tokens
+    for document in readable():
+        (ids,) = token_arrays(tokenise([document], tokenizer)["token_ids"])
+        if len(ids):
+            documents.append((document.key, ids[:num_left]))
+            num_left -= len(documents[-1][1])
+        if num_left == 0:
+            break
+    if not documents:
+        raise ValueError(f"{settings.source} holds no readable text: {'; '.join(examples)}")
+    predictor = Predictor(replace(settings, with_entropy=True), **devices)
+    predictions = predictor.predict([ids for _, ids in documents])
+    return {
+        key: (token_pieces(tokenizer, ids.tolist()), prediction.tau.tolist(), prediction.entropy.tolist())
+        for (key, ids), prediction in zip(documents, predictions, strict=True)
+        if prediction.entropy is not None
+    }

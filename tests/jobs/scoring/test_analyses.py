@@ -18,10 +18,18 @@ from scipy.stats import t as student
 from jobs.engine.config import TrackingSection
 from jobs.scoring.analyses import pairs as noise
 from jobs.scoring.analyses.config import Openness, Phase, Subjectivity
-from jobs.scoring.analyses.curves import analyse_openness, average, collect
-from jobs.scoring.analyses.groups import analyse, conclusion, figures, table
+from jobs.scoring.analyses.curves import Curves, analyse_openness, average
 from jobs.scoring.analyses.pairs import analyse_phase
-from jobs.scoring.analyses.records import Record, Records, first_verb, read_instructions, read_subjectivity
+from jobs.scoring.analyses.texts import (
+    Records,
+    analyse,
+    conclusion,
+    figures,
+    first_verb,
+    read_instructions,
+    read_subjectivity,
+    table,
+)
 from pipelines.images.captions import CaptionNoise
 from tempnet.intervals import mean_interval
 
@@ -39,12 +47,12 @@ def test_questions_and_answers_in_groups_of_subjectivity(tmp_path: Path) -> None
     write_csv(tmp_path / "dev.CSV", [["Why?", "ANSWERNOTFOUND", 1, 1], ["Who?", " ", 2, 2], ["When?", "now", 7, 3]])
     read = read_subjectivity(str(tmp_path), "question")
     assert read.records == [
-        Record("Is it good?\nyes, very", "1, most subjective"),
-        Record("How large?\n2 m", "5, least subjective"),
+        ("Is it good?\nyes, very", "1, most subjective"),
+        ("How large?\n2 m", "5, least subjective"),
     ]
     assert read.groups == ["5, least subjective", "1, most subjective"]
     assert read.left_out == Counter({"without an answer": 2, "without a level from 1 to 5": 1})
-    assert [record.group for record in read_subjectivity(str(tmp_path), "answer").records] == ["4", "2", "3"]
+    assert [group for _, group in read_subjectivity(str(tmp_path), "answer").records] == ["4", "2", "3"]
     assert read_subjectivity(str(tmp_path / "a" / "test.csv"), "question").records == read.records
 
 
@@ -59,8 +67,8 @@ def test_instructions_in_groups_of_their_verb(tmp_path: Path) -> None:
     ]
     (tmp_path / "alpaca.json").write_text(json.dumps(entries))
     read = read_instructions(str(tmp_path / "alpaca.json"), 2)
-    assert [record.group for record in read.records] == ["write", "write", "explain"]
-    assert read.records[1].text == "Please write a list\nof fruit\nApple"
+    assert [group for _, group in read.records] == ["write", "write", "explain"]
+    assert read.records[1][0] == "Please write a list\nof fruit\nApple"
     assert read.groups == ["write", "explain"]
     reasons = {"not begun with a verb": 1, "not a record of Alpaca": 1}
     assert read.left_out == Counter({**reasons, "not begun with one of the 2 most frequent verbs": 1})
@@ -139,21 +147,12 @@ def scores(spearman: float, tau: float) -> dict[str, float]:
     return {"tau_entropy_spearman": spearman, "tau_mean": tau, "cross_entropy": 5.0}
 
 
-def test_the_interval_of_a_mean_is_that_of_scipy() -> None:
-    values = np.random.default_rng(0).normal(3.0, 2.0, 7)
-    mean, half = mean_interval(list(values))
-    low, high = student.interval(0.95, 6, loc=values.mean(), scale=values.std(ddof=1) / 7**0.5)
-    assert mean == pytest.approx((low + high) / 2)
-    assert half == pytest.approx((high - low) / 2)
-    with pytest.raises(ValueError, match="at least one value"):
-        mean_interval([])
-
-
 def test_curves_hold_the_figures_at_every_value_in_order(tmp_path: Path) -> None:
     samples = {0.5: [{"a": 1.0, "b": 4.0}, {"a": 3.0, "b": 4.0}], 2.0: [{"a": 5.0, "b": 1.0}]}
-    curves = collect("ρ", [0.5, 2.0], ["first", "second"], lambda x: average(samples[x], {"a": "first", "b": "second"}))
-    assert curves.figures["first"] == [mean_interval([1.0, 3.0]), pytest.approx((5.0, math.nan), nan_ok=True)]
-    assert curves.figures["second"] == [(4.0, 0.0), pytest.approx((1.0, math.nan), nan_ok=True)]
+    points = {x: average(of_x, {"a": "first", "b": "second"}) for x, of_x in samples.items()}
+    curves = Curves(quantity="ρ", points=points)
+    assert curves.of("first") == [mean_interval([1.0, 3.0]), pytest.approx((5.0, math.nan), nan_ok=True)]
+    assert curves.of("second") == [(4.0, 0.0), pytest.approx((1.0, math.nan), nan_ok=True)]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in curves.table().splitlines()]
     assert rows[-2:] == [["0.5", "2 ± 13", "4 ± 0"], ["2", "5", "1"]]
     assert curves.values()["points"][1]["second"] == {"mean": 1.0, "half_width": None}
@@ -168,9 +167,9 @@ def test_openness_along_the_training_of_several_seeds(
     runs = tuple(write_outcome(tmp_path / f"seed-{seed}", rows) for seed, rows in enumerate(validations))
     output, tracking = tmp_path / "output", TrackingSection(uri=tracking_uri, experiment="analyses")
     curves = analyse_openness(Openness(runs=runs, output=str(output), tracking=tracking))
-    assert curves.xs == [50, 100]
-    assert curves.figures["Spearman(τ, entropy at τ = 1)"][1] == mean_interval([-0.9, -0.91, -0.92])
-    assert curves.figures["mean τ"] == [(1.0, 0.0), mean_interval([0.5, 1.5, 2.5])]
+    assert list(curves.points) == [50, 100]
+    assert curves.of("Spearman(τ, entropy at τ = 1)")[1] == mean_interval([-0.9, -0.91, -0.92])
+    assert curves.of("mean τ") == [(1.0, 0.0), mean_interval([0.5, 1.5, 2.5])]
     said = capsys.readouterr().out
     assert "Spearman(τ, entropy) is 0.1 ± 0.25 at step 50 and -0.91 ± 0.025 at step 100; 3 runs" in said
     assert json.loads((output / "results.json").read_text())["num_runs"] == 3

@@ -20,8 +20,14 @@ from jobs.predict_temperatures import main
 from jobs.scoring.config import LanguageModelPool
 from jobs.scoring.temperatures.config import PredictTemperaturesConfig
 from jobs.scoring.temperatures.pages import distinct_rows
-from jobs.scoring.temperatures.tables import Totals, document_table, encode_table, read_totals
-from jobs.scoring.temperatures.texts import Predictor, resolve_settings
+from jobs.scoring.temperatures.texts import (
+    Predictor,
+    Totals,
+    document_table,
+    encode_table,
+    read_totals,
+    resolve_settings,
+)
 from jobs.scoring.text_sources import list_sources
 from jobs.scoring.units import UnitStore, part_file
 from pipelines.text.tokenization import load_tokenizer
