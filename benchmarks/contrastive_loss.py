@@ -32,10 +32,10 @@ from benchmarks.measure import (
     time_in_turn,
 )
 from tempnet import TempNet, TempNetConfig
-from tempnet.contrastive.losses import ContrastiveLoss, ContrastiveLossConfig
-from tempnet.contrastive.state import SampleState
+from tempnet.contrastive.config import ContrastiveLossConfig
+from tempnet.contrastive.losses import ContrastiveLoss
+from tempnet.contrastive.state import SampleState, World
 from tempnet.contrastive.unimodal import UnimodalLoss
-from tempnet.contrastive.world import World
 
 NAMES = ("clip", "cyclip", "sogclr", "isogclr", "tempnet", "temperature_free")
 GAMMA = 0.8

@@ -8,6 +8,7 @@ Shapes: N tokens, V effective vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -70,17 +71,12 @@ class TemperatureStatistics:
         """Return means, standard deviation, quantiles and shares by name; a value is NaN if it has no tokens."""
         raw = dict(zip(_SCALARS, self.sums.tolist(), strict=False))
         count, num_oracle = raw["num_tokens"] or math.nan, raw["num_oracle_tokens"] or math.nan
-        mean = raw["tau"] / count
         return {
             "cross_entropy": raw["cross_entropy"] / count,
             "cross_entropy_tau": raw["cross_entropy_tau"] / count,
             "entropy": raw["entropy"] / count,
             "robust_loss": raw["robust_loss"] / count,
-            "tau_mean": mean,
-            "tau_std": math.sqrt(max(raw["tau_squared"] / count - mean**2, 0.0)) if count == count else math.nan,
-            **tau_quantiles(self.histogram, self.tau_min, self.tau_max),
-            "tau_share_lower_bound": raw["num_at_lower_bound"] / count,
-            "tau_share_upper_bound": raw["num_at_upper_bound"] / count,
+            **summarise_tau(raw, count, self.histogram, self.tau_min, self.tau_max),
             "tau_entropy_spearman": raw["rank_correlation"] / count,
             "regret": raw["regret"] / num_oracle,
             "tau_oracle_mean": raw["tau_oracle"] / num_oracle,
@@ -154,17 +150,12 @@ def token_statistics(
         tau_oracle = oracle(oracle_logits, rho, tau_min, tau_max)
         least, own = (robust_loss(oracle_logits, oracle_targets, value, rho) for value in (tau_oracle, tau_learned))
         regret = own - least
-    margin = BOUND_SHARE * (tau_max - tau_min)
-    sums = {
+    sums = sum_tau(tau, tau_min, tau_max) | {
         "num_tokens": torch.tensor(targets.numel()),
         "cross_entropy": cross_entropy.double().sum(),
         "cross_entropy_tau": cross_entropy_tau.double().sum(),
         "entropy": entropy.double().sum(),
         "robust_loss": robust.double().sum(),
-        "tau": tau.double().sum(),
-        "tau_squared": tau.double().square().sum(),
-        "num_at_lower_bound": (tau <= tau_min + margin).sum(),
-        "num_at_upper_bound": (tau >= tau_max - margin).sum(),
         "rank_correlation": spearman(tau, entropy) * targets.numel(),
         "num_oracle_tokens": torch.tensor(regret.numel()),
         "regret": regret.double().sum(),
@@ -173,6 +164,36 @@ def token_statistics(
     statistics.sums[: len(_SCALARS)] = torch.stack([sums[name].double().to(tau.device) for name in _SCALARS])
     statistics.histogram.copy_(histogram_of(tau, tau_min, tau_max))
     return statistics
+
+
+def sum_tau(tau: Tensor, tau_min: float, tau_max: float) -> dict[str, Tensor]:
+    """Return the sums of τ (of any shape) that :func:`summarise_tau` reads, by name."""
+    margin = BOUND_SHARE * (tau_max - tau_min)
+    return {
+        "tau": tau.double().sum(),
+        "tau_squared": tau.double().square().sum(),
+        "num_at_lower_bound": (tau <= tau_min + margin).sum(),
+        "num_at_upper_bound": (tau >= tau_max - margin).sum(),
+    }
+
+
+def summarise_tau(
+    sums: Mapping[str, float], count: float, histogram: Tensor, tau_min: float, tau_max: float
+) -> dict[str, float]:
+    """Return mean, standard deviation, quantiles and shares at the bounds of `count` temperatures, by name."""
+    mean = sums["tau"] / count
+    return {
+        "tau_mean": mean,
+        "tau_std": standard_deviation(sums["tau_squared"] / count, mean),
+        **tau_quantiles(histogram, tau_min, tau_max),
+        "tau_share_lower_bound": sums["num_at_lower_bound"] / count,
+        "tau_share_upper_bound": sums["num_at_upper_bound"] / count,
+    }
+
+
+def standard_deviation(mean_square: float, mean: float) -> float:
+    """Return the standard deviation of numbers with these means; NaN where there are none."""
+    return math.sqrt(max(mean_square - mean**2, 0.0)) if mean == mean else math.nan
 
 
 def histogram_of(tau: Tensor, tau_min: float, tau_max: float) -> Tensor:

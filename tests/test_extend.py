@@ -22,7 +22,8 @@ from jobs.tasks.language_model.config import TemperatureSection
 from pipelines.plan import StreamPlan
 from pipelines.stream import Batch, RankStream
 from tempnet.contrastive import config as contrastive
-from tempnet.contrastive.losses import ContrastiveLoss, ContrastiveLossConfig
+from tempnet.contrastive.config import ContrastiveLossConfig
+from tempnet.contrastive.losses import ContrastiveLoss
 from tempnet.contrastive.state import SampleState
 from tempnet.oracle import optimal_temperature
 from tempnet.softmax import config as softmax_config

@@ -13,31 +13,21 @@ modalities are (2, B) or (2, b), where index 0 is the image and 1 the text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypedDict
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 
-from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig, LossKind, check_negatives, gamma_at
+from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.contrastive.normalisers import Repeats
-from tempnet.contrastive.pairs import PositivePairs
-from tempnet.contrastive.state import SampleState
-from tempnet.contrastive.step import AttachGradients, GatheredBatch, Member, Needs, StepResult, compute
-from tempnet.contrastive.temperatures import LearnedTemperature, momentum_step
-from tempnet.contrastive.world import World
+from tempnet.contrastive.state import SampleState, World
+from tempnet.contrastive.step import AttachGradients, BatchLoss, GatheredBatch, Needs, StepResult, compute
+from tempnet.contrastive.tiles import PositivePairs, SimilarityTiles
 from tempnet.network import TempNet
 
-__all__ = [
-    "LOSS_KINDS",
-    "ContrastiveLoss",
-    "ContrastiveLossConfig",
-    "ContrastiveOutput",
-    "LossKind",
-    "check_negatives",
-    "contrastive_losses",
-    "gamma_at",
-]
+_LARGEST_GRADIENT = 5.0
 
 
 class ContrastiveOutput(TypedDict):
@@ -122,13 +112,6 @@ class ContrastiveLoss(nn.Module):
         """Whether per-sample temperatures are updated; they need their gradient even if autograd is off."""
         return self.config.kind.temperature == "per_sample" and self.training
 
-    def _read_state(self, ids: Tensor) -> dict[str, Tensor]:
-        """Return the columns (2, B) of the per-sample state for the ids (B,) of the global batch."""
-        if self.state is None:
-            return {}
-        self.state.check(ids)
-        return self.state.read(ids)
-
     def _temperatures(self, image: Tensor, text: Tensor, batch: GatheredBatch, state: dict[str, Tensor]) -> Tensor:
         """Return τ (2, b) of this rank's anchors, with an autograd graph if it is learned by backpropagation."""
         if self.learned is not None:
@@ -184,7 +167,7 @@ def contrastive_losses(
     with torch.autocast(image.device.type, enabled=False):
         image, text = image.to(dtype), text.to(dtype)
         batch = _gather(image.detach(), text.detach(), ids, image_ids, world)
-        states = [loss._read_state(batch.ids) for loss in losses]
+        states = [{} if loss.state is None else loss.state.read(batch.ids) for loss in losses]
         taus = [
             loss._temperatures(image, text, batch, state).to(dtype) for loss, state in zip(losses, states, strict=True)
         ]
@@ -195,11 +178,10 @@ def contrastive_losses(
             tau=any(tau.requires_grad or loss._steps_tau for tau, loss in zip(taus, losses, strict=True)),
         )
         all_tau = world.gather(torch.stack(taus).permute(2, 0, 1)).permute(1, 2, 0).contiguous()
-        members = [
-            Member(config=loss.config, tau=tau, gamma=gamma, stored=state)
-            for loss, tau, gamma, state in zip(losses, all_tau, gammas, states, strict=True)
-        ]
-        results = compute(batch, members, world, needs)
+        parts = zip(losses, all_tau, gammas, states, strict=True)
+        results = compute(
+            batch, [BatchLoss(loss.config, tau, gamma, state) for loss, tau, gamma, state in parts], world, needs
+        )
         outputs = []
         for loss, state, tau, result in zip(losses, states, taus, results, strict=True):
             if loss.training:
@@ -237,3 +219,86 @@ def _output(
         "log_u": None if result.log_u is None else result.log_u[:, batch.part],
         "dual_gradient": dual if loss.config.kind.uses_rho else None,
     }
+
+
+class LearnedTemperature(nn.Module):
+    """One temperature τ in [τ_min, τ_max], whose logarithm is a learned parameter.
+
+    If the optimizer has moved the parameter out of the range, τ is the bound, and only gradients that would move it
+    further out are set to 0. A plain clamp would set all gradients to 0 there, and the parameter could never return.
+    """
+
+    def __init__(self, config: ContrastiveLossConfig) -> None:
+        super().__init__()
+        # A one-element vector, because DeepSpeed cannot broadcast zero-dimensional parameters.
+        self.log_tau = nn.Parameter(torch.full((1,), math.log(config.tau)))
+        self.bounds = math.log(config.tau_min), math.log(config.tau_max)
+
+    def forward(self) -> Tensor:
+        """Return τ, (1,)."""
+        return _ClampReturning.apply(self.log_tau, *self.bounds).exp()
+
+
+class _ClampReturning(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: float, high: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.bounds = low, high
+        return x.clamp(low, high)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (x,), (low, high) = ctx.saved_tensors, ctx.bounds
+        leads_out = ((x <= low) & (grad > 0)) | ((x >= high) & (grad < 0))  # A descent step goes against the gradient.
+        return torch.where(leads_out, 0.0, grad), None, None
+
+
+def momentum_step(
+    tau: Tensor, momentum: Tensor, gradient: Tensor, config: ContrastiveLossConfig
+) -> tuple[Tensor, Tensor]:
+    """Return τ and m after a step of isogclr: m ← (1−β)m + β·clip(G, ±5), then τ ← Π[τ − η·m].
+
+    Args:
+        tau: (2, B) temperatures τ.
+        momentum: (2, B) momenta m.
+        gradient: (2, B) gradients G.
+        config: gives the momentum weight β, the step size η and the range [τ₀, τ_max] that Π clamps to.
+    """
+    beta = config.tau_momentum
+    clipped = gradient.clamp(-_LARGEST_GRADIENT, _LARGEST_GRADIENT)
+    momentum = (1.0 - beta) * momentum + beta * clipped
+    return (tau - config.tau_step * momentum).clamp(config.tau_min, config.tau_max), momentum
+
+
+def held_out_losses(
+    image: Tensor, text: Tensor, image_ids: Tensor, config: ContrastiveLossConfig
+) -> Callable[[Tensor], Tensor]:
+    """Return a function from temperatures τ (2, B) to the losses (2, B) of all anchors, in float64.
+
+    With h_ij = ⟨x_i, y_j⟩ − ⟨x_i, y_i⟩ and N(i) the n_i pairs with a different image than pair i, the loss of anchor
+    i is
+
+        in batch   log(1 + Σ_{j∈N(i)} exp(h_ij/τ_i))                          the cross-entropy
+        global     τ_i·(log( (1/n_i) Σ_{j∈N(i)} exp(h_ij/τ_i) ) + ρ)          the robust loss (TempNet Eq. 2 and 8)
+
+    The global loss uses the exact mean over the held-out pairs instead of the moving average of the training. ρ
+    bounds the KL divergence of weights on n_i contrasts, so if it is not below log n_i, the lowest τ is the best.
+
+    Args:
+        image, text: (B, d) unit vectors.
+        image_ids: (B,) integers; pairs with the same one are not negatives of each other.
+        config: a loss with temperatures (not `temperature_free`).
+    """
+    ids = torch.arange(len(image), device=image.device)
+    batch = _gather(image.double(), text.double(), ids, image_ids, World.alone())
+    stored = {"log_u": batch.cosines.new_full((2, len(image)), -torch.inf)}  # −inf: there is no earlier estimate.
+    tiles = SimilarityTiles(batch.image, batch.text, batch.pairs, tile_size=config.tile_size)
+
+    def losses(tau: Tensor) -> Tensor:
+        tau = tau.double()
+        scales = tau.reciprocal()
+        sums = zip(tiles.logsumexp(scales[:1], scales[1:]), scales.split(1), strict=True)
+        log_sums = torch.cat([own.relative_to(batch.cosines, scale) for own, scale in sums])
+        return BatchLoss(config, tau, 1.0, stored).normalise(log_sums, batch).losses
+
+    return losses

@@ -1,19 +1,26 @@
-"""Recall@k and cross-entropy of image–text retrieval in both directions, computed in tiles of the score matrix.
+"""Recall@k and cross-entropy of image–text retrieval, and zero-shot accuracy, computed in tiles of the score matrix.
 
-Shapes: n images, m texts, d dimensions of an embedding.
+Ranks are computed from exact inner products, so that they do not depend on tiles, devices or the order of sums. With
+rounded ones, two equal embeddings may have different scores in different parts of one matrix product, and a model whose
+embeddings are all equal could have any recall. All coordinates are rounded to a grid of 2⁻²⁴, which is as fine as float32
+just below 1. Their products lie on a grid of 2⁻⁴⁸, and partial sums of these stay below 2 (by the Cauchy-Schwarz
+inequality), so that float64 represents them without rounding.
+
+Shapes: n images, m texts, C classes, P prompts per class, d dimensions of an embedding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from tempnet.contrastive.ranks import check_embeddings, check_ids, hits, num_at_least, on_grid
 from tempnet.contrastive.tiles import clamp_cosines
 
-KS = (1, 5, 10)
+KS, CLASS_KS = (1, 5, 10), (1, 3, 5)
+_GRID = float(1 << 24)
 
 
 @torch.no_grad()
@@ -28,8 +35,7 @@ def recall(
     al. 2021; Qiu et al. 2024).
 
     The rank of a query is 1 + the number of non-matching candidates whose score is at least that of the best match.
-    Ties and NaN count against the query, so a collapsed model, whose embeddings are all equal, finds nothing. The
-    scores are exact (:mod:`tempnet.contrastive.ranks`), so the figures are the same for every tile size and device.
+    Ties and NaN count against the query, so a collapsed model, whose embeddings are all equal, finds nothing.
 
     Args:
         image: (n, d) unit vectors.
@@ -41,12 +47,18 @@ def recall(
     Raises:
         ValueError: if shapes are empty or do not fit together, or an image number does not exist.
     """
-    _check(image, text, image_of_text)
-    image_ranks, text_ranks = _compute_ranks(
-        on_grid(image), on_grid(text), image_of_text.to(image.device, torch.int64), tile_size
-    )
-    figures = {f"text_recall@{k}": hits(image_ranks, k) for k in ks}
-    figures |= {f"image_recall@{k}": hits(text_ranks, k) for k in ks}
+    _check("image_of_text", image_of_text, "text", "images", image=image, text=text)
+    image, text, owner = on_grid(image), on_grid(text), image_of_text.to(image.device, torch.int64)
+    parts = zip(owner.split(tile_size), text.split(tile_size), strict=True)
+    own = torch.cat([(image[of] * rows).sum(-1) for of, rows in parts])
+    best = own.new_full((len(image),), -torch.inf).scatter_reduce(0, owner, own, "amax")
+    image_ranks, text_ranks = owner.new_ones(len(image)), owner.new_zeros(len(text))
+    for rows, columns, scores, belongs in _tiles(image, text, owner, tile_size):
+        text_ranks[columns] += _num_at_least(scores, own[columns], 0)  # This counts the text's own image once.
+        image_ranks[rows] += _num_at_least(scores.masked_fill_(belongs, -torch.inf), best[rows, None], 1)
+    image_ranks = image_ranks[owner.bincount(minlength=len(image)) > 0]
+    figures = {f"text_recall@{k}": _share_within(image_ranks, k) for k in ks}
+    figures |= {f"image_recall@{k}": _share_within(text_ranks, k) for k in ks}
     return figures | {"mean_recall": sum(figures.values()) / len(figures)}
 
 
@@ -67,16 +79,13 @@ def cross_entropy(
     unlike a recall it changes with every score. A collapsed model has the value log(number of candidates).
 
     Args:
-        image: (n, d) unit vectors.
-        text: (m, d) unit vectors.
-        image_of_text: (m,) integers, the row of `image` that each text belongs to.
+        image, text, image_of_text, tile_size: see :func:`recall`.
         tau: temperatures of the images, (n,) or (1,), and of the texts, (m,) or (1,); None for a model without one.
-        tile_size: side of the tiles of scores; memory is O(tile_size²) plus copies of the embeddings in float64.
 
     Raises:
-        ValueError: if shapes are empty or do not fit together, or an image number does not exist.
+        ValueError: see :func:`recall`.
     """
-    _check(image, text, image_of_text)
+    _check("image_of_text", image_of_text, "text", "images", image=image, text=text)
     image, text, owner = image.double(), text.double(), image_of_text.to(image.device, torch.int64)
     image_tau, text_tau = (
         part.to(image).expand(count)
@@ -87,51 +96,89 @@ def cross_entropy(
         return scores if tau is not None else 2.0 * clamp_cosines(scores).atanh()
 
     image_sums, text_sums = image.new_full((len(image),), -torch.inf), text.new_full((len(text),), -torch.inf)
-    for first in range(0, len(image), tile_size):
-        rows = slice(first, first + tile_size)
-        numbers = torch.arange(first, first + len(image[rows]), device=image.device)
-        for start in range(0, len(text), tile_size):
-            columns = slice(start, start + tile_size)
-            scores = scaled(image[rows] @ text[columns].T)
-            found = (scores / text_tau[columns]).logsumexp(0)
-            text_sums[columns] = text_sums[columns].logaddexp(found)
-            belongs = owner[columns] == numbers[:, None]
-            found = (scores / image_tau[rows, None]).masked_fill_(belongs, -torch.inf).logsumexp(1)
-            image_sums[rows] = image_sums[rows].logaddexp(found)
+    for rows, columns, cosines, belongs in _tiles(image, text, owner, tile_size):
+        scores = scaled(cosines)
+        found = (scores / text_tau[columns]).logsumexp(0)
+        text_sums[columns] = text_sums[columns].logaddexp(found)
+        found = (scores / image_tau[rows, None]).masked_fill_(belongs, -torch.inf).logsumexp(1)
+        image_sums[rows] = image_sums[rows].logaddexp(found)
     own = scaled((image[owner] * text).sum(-1))
     to_text = image_sums[owner].logaddexp(own / image_tau[owner]) - own / image_tau[owner]
     to_image = text_sums - own / text_tau
     return float((to_text + to_image).mean() / 2)
 
 
-def _check(image: Tensor, text: Tensor, image_of_text: Tensor) -> None:
-    check_embeddings(image=image, text=text)
-    if image_of_text.shape != (len(text),):
-        raise ValueError(f"image_of_text has shape {tuple(image_of_text.shape)}: expected ({len(text)},), one per text")
-    check_ids("image_of_text", image_of_text, len(image), "images")
+def class_embeddings(prompts: Tensor) -> Tensor:
+    """Return the normalised means (C, d) over the prompts' unit vectors (C, P, d) (Radford et al. 2021, §3.1.4)."""
+    return F.normalize(prompts.mean(1), dim=-1)
 
 
-def _compute_ranks(image: Tensor, text: Tensor, image_of_text: Tensor, tile_size: int) -> tuple[Tensor, Tensor]:
-    """Return the ranks, from 1, of every image's best matching text (≤ n,) and of every text's image (m,).
+@torch.no_grad()
+def accuracy(
+    image: Tensor, classes: Tensor, class_of_image: Tensor, ks: Sequence[int] = CLASS_KS, tile_size: int = 2048
+) -> dict[str, float]:
+    """Return `top@k`: the shares, from 0 to 1, of images whose class is among the k classes with the highest scores.
 
-    Images without a text are omitted. The embeddings must be on the grid (`on_grid`).
+    Ties and NaN count against the image.
+
+    Args:
+        image: (n, d) unit vectors.
+        classes: (C, d) unit vectors (:func:`class_embeddings`).
+        class_of_image: (n,) integers, the number of each image's class.
+        ks: values of k.
+        tile_size: number of images that are processed at a time.
+
+    Raises:
+        ValueError: if shapes are empty or do not fit together, or a class number does not exist.
     """
-    own = torch.cat(
-        [
-            (image[of] * rows).sum(-1)
-            for of, rows in zip(image_of_text.split(tile_size), text.split(tile_size), strict=True)
-        ]
-    )
-    best = own.new_full((len(image),), -torch.inf).scatter_reduce(0, image_of_text, own, "amax")
-    image_ranks = image_of_text.new_ones(len(image))
-    text_ranks = image_of_text.new_zeros(len(text))
+    _check("class_of_image", class_of_image, "image", "classes", classes=classes, image=image)
+    classes, ranks = on_grid(classes), []
+    for rows, labels in zip(image.split(tile_size), class_of_image.to(image.device).split(tile_size), strict=True):
+        scores = on_grid(rows) @ classes.T
+        ranks.append(_num_at_least(scores, scores.gather(1, labels[:, None]), 1))
+    return {f"top@{k}": _share_within(torch.cat(ranks), k) for k in ks}
+
+
+def on_grid(embeddings: Tensor) -> Tensor:
+    """Round unit vectors (…, d) to multiples of 2⁻²⁴ and return them in float64, so that inner products are exact."""
+    return (embeddings.double() * _GRID).round() / _GRID
+
+
+def _num_at_least(scores: Tensor, own: Tensor, dim: int) -> Tensor:
+    """Count, along a dimension, the scores that are not below `own`; ties and NaN therefore count against the query."""
+    return (~(scores < own)).sum(dim)
+
+
+def _share_within(ranks: Tensor, k: int) -> float:
+    """Return the share of ranks (n,), counted from 1, that are at most k."""
+    return float((ranks <= k).double().mean())
+
+
+def _tiles(image: Tensor, text: Tensor, owner: Tensor, tile_size: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    """Yield rows, columns and scores of tiles, and which of their texts belong to their images."""
     for first in range(0, len(image), tile_size):
         rows = slice(first, first + tile_size)
         numbers = torch.arange(first, first + len(image[rows]), device=image.device)
         for start in range(0, len(text), tile_size):
             columns = slice(start, start + tile_size)
-            scores = image[rows] @ text[columns].T
-            text_ranks[columns] += num_at_least(scores, own[columns], 0)  # This counts the text's own image once.
-            belongs = image_of_text[columns] == numbers[:, None]
-            image_ranks[rows] += num_at_least(scores.masked_fill_(belongs, -torch.inf), best[rows, None], 1)
-    return image_ranks[image_of_text.bincount(minlength=len(image)) > 0], text_ranks
+            yield rows, columns, image[rows] @ text[columns].T, owner[columns] == numbers[:, None]
+
+
+def _check(name: str, numbers: Tensor, one: str, many: str, **embeddings: Tensor) -> None:
+    """Reject unsuitable embeddings, and numbers, one for each of the second embeddings, that no first ones have.
+
+    Raises:
+        ValueError: the message names what is unsuitable.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in embeddings.items()}
+    for key, shape in shapes.items():
+        if len(shape) != 2 or not shape[0]:
+            raise ValueError(f"{key} has shape {shape}: expected (number, embedding size) with at least one row")
+    if len({shape[1] for shape in shapes.values()}) > 1:
+        raise ValueError(f"embeddings differ in size: {', '.join(f'{key} {shape}' for key, shape in shapes.items())}")
+    (num_ids, _), (num, _) = shapes.values()
+    if numbers.shape != (num,):
+        raise ValueError(f"{name} has shape {tuple(numbers.shape)}: expected ({num},), one per {one}")
+    wrong = numbers[(numbers < 0) | (numbers >= num_ids)]
+    if len(wrong):
+        raise ValueError(f"{name} holds {int(wrong[0])}, but there are {num_ids} {many}: expected 0 … {num_ids - 1}")

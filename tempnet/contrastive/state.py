@@ -1,4 +1,7 @@
-"""Per-sample state of the global contrastive losses, sharded over the ranks.
+"""The ranks that share a batch, and the per-sample state of the global contrastive losses, sharded over them.
+
+Autograd never sees a collective operation: every rank computes the whole gradient of its own part in the forward
+pass, so that the order of communication cannot depend on the order in which autograd visits nodes.
 
 Sample `id` is owned by rank id mod W, where it is in slot id // W, so that a rank stores N/W samples whatever the
 order of the data. For each sample and modality, a loss stores log u (a moving average in log space, −inf before the
@@ -7,24 +10,82 @@ every rank fills in those that it owns and zeros elsewhere, and a sum over the r
 preserved by a sum with zeros. To write values, each owner takes its own from the results, which all ranks have. Only
 scalars are communicated.
 
-Shapes: N samples, W ranks, B ids in a batch. Values of both modalities are (2, …), where index 0 is the image and 1
-the text.
+Shapes: N samples, W ranks, b rows of a batch on each rank (the same number on all), B = W·b in total. Values of both
+modalities are (2, …), where index 0 is the image and 1 the text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tempnet.contrastive.world import World
-
 NUM_MODALITIES = 2
 _FILE = "samples-{rank:05d}-of-{size:05d}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """A process among W ranks; `World.alone()` works without torch.distributed."""
+
+    rank: int
+    """Rank of this process, from 0."""
+    size: int
+    """Number W of ranks."""
+    group: dist.ProcessGroup | None = None
+    """Process group of the ranks; None stands for the default group if size > 1."""
+
+    @classmethod
+    def alone(cls) -> World:
+        """Return the world of a single process."""
+        return cls(0, 1)
+
+    @classmethod
+    def current(cls, group: dist.ProcessGroup | None = None) -> World:
+        """Return the world of the given or the default process group, or of one process if none is initialised."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls.alone()
+        return cls(dist.get_rank(group), dist.get_world_size(group), group)
+
+    def part(self, num_rows: int) -> slice:
+        """Return the part of `num_rows` = B rows, in the order of ranks, that belongs to this rank."""
+        num_local = num_rows // self.size
+        return slice(self.rank * num_local, (self.rank + 1) * num_local)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Concatenate the (b, …) of all ranks to (B, …), in the order of ranks; every rank receives the result."""
+        x = x.detach().contiguous()
+        if self.size == 1:
+            return x
+        gathered = x.new_empty(self.size * len(x), *x.shape[1:])
+        dist.all_gather_single(gathered, x, group=self.group)
+        return gathered
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum over the ranks, on every rank; −inf and NaN are preserved. `x` may be overwritten."""
+        x = x.detach().contiguous()
+        if self.size > 1:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def sum_part(self, x: Tensor) -> Tensor:
+        """Sum the (B, …) of all ranks, and return this rank's part (b, …) of the sum."""
+        if self.size == 1:
+            return x
+        reduced = x.new_empty(len(x) // self.size, *x.shape[1:])
+        dist.reduce_scatter_single(reduced, x.contiguous(), group=self.group)
+        return reduced
+
+    def barrier(self) -> None:
+        """Wait until all ranks have called this method."""
+        if self.size > 1:
+            dist.barrier(self.group)
 
 
 class SampleState:
@@ -57,11 +118,11 @@ class SampleState:
         """Size of this rank's columns in bytes."""
         return sum(column.nbytes for column in self.columns.values())
 
-    def check(self, ids: Tensor) -> None:
-        """Reject ids outside [0, N).
+    def read(self, ids: Tensor) -> dict[str, Tensor]:
+        """Return the values (2, B) of every column for ids (B,), which must be the same on every rank.
 
         Raises:
-            ValueError: if an id is out of range; the message names the id and N.
+            ValueError: if an id is not in [0, N); the message names the id and N.
         """
         low, high = (int(bound) for bound in torch.aminmax(ids))
         if low < 0 or high >= self.num_samples:
@@ -69,9 +130,6 @@ class SampleState:
                 f"id {low if low < 0 else high} is not one of the {self.num_samples} samples that the loss keeps state of "
                 f"(ids 0 to {self.num_samples - 1}): was the state made for another data set?"
             )
-
-    def read(self, ids: Tensor) -> dict[str, Tensor]:
-        """Return the values (2, B) of every column for ids (B,), which must be the same on every rank."""
         is_owned, slots = self._find_owned(ids)
         values = torch.zeros(len(self.columns), NUM_MODALITIES, len(ids), device=ids.device)
         for row, column in zip(values, self.columns.values(), strict=True):
@@ -107,19 +165,21 @@ class SampleState:
         save_file(columns, path, metadata={"num_samples": str(self.num_samples)})
 
     def load(self, directory: str | Path, num_writers: int) -> None:
-        """Read a state that any number of ranks has saved.
+        """Read a state that `num_writers` ranks have saved.
 
-        Args:
-            directory: directory of the saved files.
-            num_writers: number of ranks that saved the state. It must be given because files from another number of
-                ranks may be in the same directory: a run that was killed while it saved, and then continued on
-                another number of ranks, has saved there twice.
+        Their number must be given because files from another number of ranks may be in the same directory: a run that was
+        killed while it saved, and then continued on another number of ranks, has saved there twice.
 
         Raises:
             FileNotFoundError: if a rank's file is missing.
             ValueError: if the state was saved for another number of samples, or by a loss with other columns.
         """
-        for rank, path in enumerate(_files(Path(directory), num_writers)):
+        paths = [Path(directory) / name for name in state_file_names(num_writers)]
+        if missing := [path.name for path in paths if not path.exists()]:
+            raise FileNotFoundError(
+                f"{directory} does not hold the per-sample state of {num_writers} ranks: {_names(missing)} missing"
+            )
+        for rank, path in enumerate(paths):
             # Determine which of the samples in this file, in order, belong to this rank, and their slots.
             ids = torch.arange(self.num_samples)[rank::num_writers]
             is_owned, slots = self._find_owned(ids)
@@ -143,20 +203,6 @@ class SampleState:
 def state_file_names(num_writers: int) -> list[str]:
     """Return the names of the files in which ranks save their parts of a state, in the order of the ranks."""
     return [_FILE.format(rank=rank, size=num_writers) for rank in range(num_writers)]
-
-
-def _files(directory: Path, num_writers: int) -> list[Path]:
-    """Return the files of all ranks that saved, in the order of the ranks.
-
-    Raises:
-        FileNotFoundError: if a file is missing.
-    """
-    paths = [directory / name for name in state_file_names(num_writers)]
-    if missing := [path.name for path in paths if not path.exists()]:
-        raise FileNotFoundError(
-            f"{directory} does not hold the per-sample state of {num_writers} ranks: {_names(missing)} missing"
-        )
-    return paths
 
 
 def _names(names: Iterable[str]) -> str:

@@ -5,8 +5,6 @@ Shapes: b pairs on a rank. Values of both members of a pair (image and text, or 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,15 +12,16 @@ from torch import Tensor
 
 from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.contrastive.losses import ContrastiveOutput
-from tempnet.statistics import BOUND_SHARE, histogram_of, tau_quantiles
+from tempnet.statistics import histogram_of, standard_deviation, sum_tau, summarise_tau
 
 _SCALARS = (
     "num_pairs",
-    "tau_first",
-    "tau_second",
+    "tau",
     "tau_squared",
     "num_at_lower_bound",
     "num_at_upper_bound",
+    "tau_first",
+    "tau_second",
     "num_estimates",
     "log_u",
     "log_u_squared",
@@ -53,13 +52,9 @@ class PairStatistics:
     ) -> PairStatistics:
         """Compute the statistics of one rank's part of a batch."""
         tau, tau_min, tau_max = output["tau"].double(), config.tau_min, config.tau_max
-        margin = BOUND_SHARE * (tau_max - tau_min)
-        sums = dict.fromkeys(_SCALARS, tau.new_zeros(()))
+        sums = dict.fromkeys(_SCALARS, tau.new_zeros(())) | sum_tau(tau, tau_min, tau_max)
         sums["num_pairs"] = tau.new_tensor(tau.shape[1])
         sums["tau_first"], sums["tau_second"] = tau.sum(1)
-        sums["tau_squared"] = tau.square().sum()
-        sums["num_at_lower_bound"] = (tau <= tau_min + margin).sum()
-        sums["num_at_upper_bound"] = (tau >= tau_max - margin).sum()
         if (log_u := output["log_u"]) is not None:
             known = log_u[log_u.isfinite()].double()  # A pair that never had a negative has no estimate.
             sums["num_estimates"] = tau.new_tensor(known.numel())
@@ -77,13 +72,17 @@ class PairStatistics:
         Values that a loss does not have (temperatures, estimates or gradients) are omitted.
         """
         raw = dict(zip(_SCALARS, self.sums.tolist(), strict=False))
-        # A loss without a temperature reports τ = 1, which has no meaning.
-        summary = {} if self.config.kind.temperature == "free" else self._summarise_tau(raw)
+        summary: dict[str, float] = {}
+        if self.config.kind.temperature != "free":  # A loss without a temperature reports τ = 1, which has no meaning.
+            histogram, range_ = self.sums[len(_SCALARS) :], (self.config.tau_min, self.config.tau_max)
+            summary = summarise_tau(raw, 2 * raw["num_pairs"], histogram, *range_)
+            for member, name in zip(self.members, ("tau_first", "tau_second"), strict=True):
+                summary[f"tau_mean_{member}"] = raw[name] / raw["num_pairs"]
         if num_estimates := raw["num_estimates"]:
             mean = raw["log_u"] / num_estimates
             summary |= {
                 "log_u_mean": mean,
-                "log_u_std": _standard_deviation(raw["log_u_squared"] / num_estimates, mean),
+                "log_u_std": standard_deviation(raw["log_u_squared"] / num_estimates, mean),
             }
         if num_gradients := raw["num_gradients"]:
             summary |= {
@@ -91,21 +90,3 @@ class PairStatistics:
                 "dual_gradient_absolute": raw["dual_gradient_absolute"] / num_gradients,
             }
         return summary
-
-    def _summarise_tau(self, raw: Mapping[str, float]) -> dict[str, float]:
-        tau_min, tau_max, histogram = self.config.tau_min, self.config.tau_max, self.sums[len(_SCALARS) :]
-        count = 2 * raw["num_pairs"]
-        mean = (raw["tau_first"] + raw["tau_second"]) / count
-        return {
-            "tau_mean": mean,
-            "tau_std": _standard_deviation(raw["tau_squared"] / count, mean),
-            f"tau_mean_{self.members[0]}": raw["tau_first"] / raw["num_pairs"],
-            f"tau_mean_{self.members[1]}": raw["tau_second"] / raw["num_pairs"],
-            "tau_share_lower_bound": raw["num_at_lower_bound"] / count,
-            "tau_share_upper_bound": raw["num_at_upper_bound"] / count,
-            **tau_quantiles(histogram, tau_min, tau_max),
-        }
-
-
-def _standard_deviation(mean_square: float, mean: float) -> float:
-    return math.sqrt(max(mean_square - mean**2, 0.0))

@@ -20,17 +20,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tempnet.contrastive.config import ContrastiveLossConfig
-from tempnet.contrastive.cyclic import cyclic_terms
 from tempnet.contrastive.normalisers import Normalised, Repeats, in_batch, moving_average
-from tempnet.contrastive.pairs import PositivePairs
-from tempnet.contrastive.tiles import LogSums, SimilarityTiles, TileGradients, Weighting, artanh_slope, clamp_cosines
-from tempnet.contrastive.world import World
+from tempnet.contrastive.state import World
+from tempnet.contrastive.tiles import (
+    LogSums,
+    PositivePairs,
+    SimilarityTiles,
+    Weighting,
+    artanh_slope,
+    clamp_cosines,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +56,7 @@ class GatheredBatch:
     """Part of the B pairs that belongs to this rank."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class BatchLoss(NamedTuple):
     """One of the losses that are computed of a batch, with what is its own."""
 
     config: ContrastiveLossConfig
@@ -64,9 +68,23 @@ class Member:
     stored: dict[str, Tensor]
     """Columns of the per-sample state before this batch, each (2, B)."""
 
+    def normalise(self, log_sums: Tensor, batch: GatheredBatch) -> Normalised:
+        """Compute the losses of all anchors from ℓ (2, B)."""
+        num_negatives = batch.pairs.num_negatives
+        if self.config.kind.normaliser == "in_batch":
+            return in_batch(log_sums, self.tau, num_negatives > 0)
+        return moving_average(
+            log_sums,
+            self.tau,
+            num_negatives,
+            self.stored["log_u"].to(log_sums.dtype),
+            Repeats(batch.ids),
+            gamma=self.gamma,
+            rho=self.config.rho if self.config.kind.uses_rho else 0.0,
+        )
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
+
+class Needs(NamedTuple):
     """Which gradients are to be computed; it must be the same on every rank."""
 
     image: bool
@@ -91,29 +109,21 @@ class StepResult:
 
 
 @torch.no_grad()
-def compute(batch: GatheredBatch, members: Sequence[Member], world: World, needs: Needs) -> list[StepResult]:
-    """Compute K losses of a batch at their temperatures, and the gradients in `needs`.
-
-    Args:
-        batch: the batch, as this rank knows it.
-        members: the losses; either all or none of them are without a temperature.
-        world: the ranks that share the batch.
-        needs: gradients to compute, the same for all losses.
-    """
-    part, num_pairs, first = batch.part, len(batch.ids), members[0].config
+def compute(batch: GatheredBatch, losses: Sequence[BatchLoss], world: World, needs: Needs) -> list[StepResult]:
+    """Compute K losses of a batch, either all or none of them without a temperature, and the gradients in `needs`."""
+    part, num_pairs, first = batch.part, len(batch.ids), losses[0].config
     is_artanh = first.kind.temperature == "free"
-    assert all((member.config.kind.temperature == "free") == is_artanh for member in members)
+    assert all((loss.config.kind.temperature == "free") == is_artanh for loss in losses)
     positives = 2.0 * clamp_cosines(batch.cosines).atanh() if is_artanh else batch.cosines
     tiles = SimilarityTiles(batch.image, batch.text, batch.pairs, tile_size=first.tile_size, is_artanh=is_artanh)
-    tau = torch.stack([member.tau for member in members])  # (K, 2, B)
+    tau = torch.stack([loss.tau for loss in losses])  # (K, 2, B)
     scale = tau.reciprocal()
     log_sums = _gather_log_sums(tiles.logsumexp(scale[:, 0, part], scale[:, 1]), scale, part, world)
     normalised = [
-        normalise(own, member, batch)
-        for own, member in zip(log_sums.relative_to(positives, scale), members, strict=True)
+        loss.normalise(own, batch) for own, loss in zip(log_sums.relative_to(positives, scale), losses, strict=True)
     ]
     results = [StepResult(loss=own.losses.sum() / (2 * num_pairs), log_u=own.log_u) for own in normalised]
-    if needs.image or needs.text or needs.tau:
+    if any(needs):
         log_weights = torch.stack([own.log_weight for own in normalised])
         offset = log_sums.rest - log_weights + math.log(2 * num_pairs)  # o, with 1/(2B)
         weight_sums = log_weights.exp()
@@ -124,7 +134,17 @@ def compute(batch: GatheredBatch, members: Sequence[Member], world: World, needs
             with_text=needs.text,
             with_products=needs.tau,
         )
-        _add_embedding_gradients(results, batch, sums, weight_sums / (2 * num_pairs), world, is_artanh=is_artanh)
+        # The gradients of the embeddings are those of the negatives; the positives' own contribution completes them.
+        own_weights = (weight_sums / (2 * num_pairs)).sum(1)
+        if is_artanh:
+            own_weights *= artanh_slope(batch.cosines)
+        own_weights = own_weights[:, part, None]
+        for number, result in enumerate(results):
+            if sums.image is not None:
+                result.image_grad = sums.image[number].addcmul_(own_weights[number], batch.text[part], value=-1.0)
+            if sums.text is not None:
+                text_grad = world.sum_part(sums.text[number])
+                result.text_grad = text_grad.addcmul_(own_weights[number], batch.image, value=-1.0)
         if sums.row_products is not None and sums.column_products is not None:
             products = torch.zeros_like(tau)
             products[:, 0, part], products[:, 1] = sums.row_products, sums.column_products
@@ -133,9 +153,15 @@ def compute(batch: GatheredBatch, members: Sequence[Member], world: World, needs
             subtrahend += torch.where(weight_sums > 0.0, (log_weights - log_sums.rest) * weight_sums, 0.0)
             for result, own, part_of_slope in zip(results, normalised, subtrahend, strict=True):
                 result.dual_gradient = own.tau_slope - part_of_slope
-    for result, member in zip(results, members, strict=True):
-        if member.config.kind.is_cyclic:
-            _add_cyclic(result, batch, member.config, world)
+    for result, loss in zip(results, losses, strict=True):
+        if loss.config.kind.is_cyclic:
+            weights = loss.config.cyclic_in_modal, loss.config.cyclic_cross_modal
+            value, image_grad, text_grad = cyclic_terms(batch.image, batch.text[part], *weights, world)
+            result.loss += value
+            if result.image_grad is not None:
+                result.image_grad += image_grad
+            if result.text_grad is not None:
+                result.text_grad += text_grad
     return results
 
 
@@ -153,75 +179,53 @@ def _gather_log_sums(own: tuple[LogSums, LogSums], scale: Tensor, part: slice, w
     return LogSums(top[0], (rests + (tops - top) * scale).logsumexp(0))
 
 
-def _add_embedding_gradients(
-    results: Sequence[StepResult],
-    batch: GatheredBatch,
-    sums: TileGradients,
-    weight_sums: Tensor,
-    world: World,
-    *,
-    is_artanh: bool,
-) -> None:
-    """Complete the gradients of the embeddings, of the negatives only (`sums`), by the positives' own contribution.
+@torch.no_grad()
+def cyclic_terms(
+    image: Tensor, text: Tensor, in_modal: float, cross_modal: float, world: World
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute CyCLIP's two consistency terms (arXiv 2205.14459, Eq. 3 and 4) exactly, without a B × B matrix.
 
-    The sums of the negatives' weights are (K, 2, B).
+        in-modal      λ₁/B Σ_jk (⟨I_j, I_k⟩ − ⟨T_j, T_k⟩)²  =  λ₁/B ‖IIᵀ − TTᵀ‖²  =  λ₁/B (‖A‖² − 2‖M‖² + ‖C‖²)
+        cross-modal   λ₂/B Σ_jk (⟨I_j, T_k⟩ − ⟨I_k, T_j⟩)²  =  λ₂/B ‖ITᵀ − TIᵀ‖²  =  λ₂/B (2⟨A, C⟩ − 2⟨M, Mᵀ⟩)
+
+    with the d × d Gram matrices A = IᵀI, C = TᵀT and M = TᵀI, because tr(IIᵀTTᵀ) = ‖TᵀI‖² and so on. The cost is O(B·d²)
+    instead of O(B²·d). The ranks exchange three d × d sums instead of features, and each rank has the gradient of its own
+    rows in closed form:
+
+        ∂/∂I = 4/B [ I(λ₁A + λ₂C) − T(λ₁M + λ₂Mᵀ) ]        ∂/∂T = 4/B [ T(λ₁C + λ₂A) − I(λ₁Mᵀ + λ₂M) ]
+
+    All computations are in float64, because the terms of the sums nearly cancel where images and texts agree.
+
+    Args:
+        image, text: (b, d) this rank's rows.
+        in_modal, cross_modal: λ₁ and λ₂.
+        world: the ranks that share the batch.
+
+    Returns:
+        The sum of both terms, the same on every rank, and the gradients (b, d) of this rank's rows.
     """
-    own = weight_sums.sum(1)
-    if is_artanh:
-        own *= artanh_slope(batch.cosines)
-    own = own[:, batch.part, None]
-    for number, result in enumerate(results):
-        if sums.image is not None:
-            result.image_grad = sums.image[number].addcmul_(own[number], batch.text[batch.part], value=-1.0)
-        if sums.text is not None:
-            text_grad = world.sum_part(sums.text[number])
-            result.text_grad = text_grad.addcmul_(own[number], batch.image, value=-1.0)
-
-
-def normalise(log_sums: Tensor, member: Member, batch: GatheredBatch) -> Normalised:
-    """Compute the losses of all anchors from ℓ (2, B), with the normaliser of the member's configuration."""
-    num_negatives, config = batch.pairs.num_negatives, member.config
-    if config.kind.normaliser == "in_batch":
-        return in_batch(log_sums, member.tau, num_negatives > 0)
-    return moving_average(
-        log_sums,
-        member.tau,
-        num_negatives,
-        member.stored["log_u"].to(log_sums.dtype),
-        Repeats(batch.ids),
-        gamma=member.gamma,
-        rho=config.rho if config.kind.uses_rho else 0.0,
-    )
-
-
-def _add_cyclic(result: StepResult, batch: GatheredBatch, config: ContrastiveLossConfig, world: World) -> None:
-    terms = cyclic_terms(batch.image, batch.text[batch.part], config.cyclic_in_modal, config.cyclic_cross_modal, world)
-    result.loss += terms.value
-    if result.image_grad is not None:
-        result.image_grad += terms.image_grad
-    if result.text_grad is not None:
-        result.text_grad += terms.text_grad
+    image, text = image.double(), text.double()
+    a, c, m = world.sum(torch.stack([image.T @ image, text.T @ text, text.T @ image]))
+    num_pairs = world.size * len(image)
+    value = in_modal * (a.square() - 2 * m.square() + c.square()).sum() + cross_modal * 2 * (a * c - m * m.T).sum()
+    image_grad = image @ (in_modal * a + cross_modal * c) - text @ (in_modal * m + cross_modal * m.T)
+    text_grad = text @ (in_modal * c + cross_modal * a) - image @ (in_modal * m.T + cross_modal * m)
+    return value / num_pairs, image_grad.mul_(4 / num_pairs), text_grad.mul_(4 / num_pairs)
 
 
 class AttachGradients(torch.autograd.Function):
-    """Autograd node that attaches gradients to a loss that they were computed with; its backward only scales them."""
+    """Autograd node that attaches gradients to a loss that they were computed with; its backward only scales them.
+
+    It takes the loss, a factor of the gradients, n tensors, and their n gradients (or None).
+    """
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, factor: float, *leaves_and_grads: Tensor | None) -> Tensor:
-        """Return the loss.
-
-        Args:
-            ctx: context of the autograd function.
-            loss: the loss.
-            factor: number that the gradients are multiplied by.
-            leaves_and_grads: n tensors, followed by their n gradients (or None).
-        """
         ctx.save_for_backward(*leaves_and_grads[len(leaves_and_grads) // 2 :])
         ctx.factor = factor
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the stored gradients of the tensors, multiplied by the factor and the gradient of the loss."""
         factor, saved = grad * ctx.factor, ctx.saved_tensors
         return None, None, *(None if part is None else part * factor for part in saved), *(None for _ in saved)

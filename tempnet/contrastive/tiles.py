@@ -18,7 +18,10 @@ of them. Each tile is computed again in the second pass instead of being stored,
 3, and memory O(tile²). The positives' own contribution to the gradient is added in `step`, since it has a closed form
 once the sums are known.
 
-Shapes: K losses, B pairs in the global batch, b pairs (rows) on this rank, d dimensions of an embedding.
+The entries that are not negatives (the diagonal, captions of one image, an id that was drawn twice) are few, so they are
+stored as a list, which is found by sorting, and never as a matrix.
+
+Shapes: K losses, B pairs in the global batch, b pairs (rows) on this rank, P listed entries, d dimensions of an embedding.
 """
 
 from __future__ import annotations
@@ -30,8 +33,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from tempnet.contrastive.pairs import PositivePairs
 
 # Similarity of entries that are not negatives: finite, so that 0 · S is 0, and so low that exp(S/τ − c) is exactly 0.
 _NO_NEGATIVE = -1e9
@@ -46,7 +47,41 @@ _COSINE_MARGIN = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class TileGradients:
+class PositivePairs:
+    """Entries (row, column) of this rank's rows that are not negatives, in the order of the rows."""
+
+    rows: Tensor
+    """Row of every entry, numbered on this rank: (P,)."""
+    columns: Tensor
+    """Column of every entry, numbered in the global batch: (P,)."""
+    num_negatives: Tensor
+    """Number of negatives of every anchor, equal for an image and its text since the relation is symmetric: (B,)."""
+
+    @classmethod
+    def find(cls, image_ids: Tensor, part: slice) -> PositivePairs:
+        """Find the entries, given the image ids (B,) of the global batch and the part of it that belongs to this rank."""
+        keys, order = image_ids.sort(stable=True)
+        first = torch.searchsorted(keys, image_ids)
+        num_same = torch.searchsorted(keys, image_ids, right=True) - first
+        local_first, local_same = first[part], num_same[part]
+        rows = torch.arange(len(local_same), device=keys.device).repeat_interleave(local_same)
+        # `within` counts 0 … num_same − 1 within each row.
+        starts = local_same.cumsum(0) - local_same
+        within = torch.arange(len(rows), device=keys.device) - starts[rows]
+        return cls(rows, order[local_first[rows] + within], len(image_ids) - num_same)
+
+    def by_tile(self, tile_size: int) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
+        """Group the entries by tile: (tile row, tile column) → (rows, columns) of the entries relative to the tile."""
+        num_across = -(-len(self.num_negatives) // tile_size)
+        keys, order = (self.rows // tile_size * num_across + self.columns // tile_size).sort()
+        tiles, counts = torch.unique_consecutive(keys, return_counts=True)
+        sizes = counts.tolist()
+        rows, columns = ((x % tile_size)[order].split(sizes) for x in (self.rows, self.columns))
+        names = [divmod(tile, num_across) for tile in tiles.tolist()]
+        return dict(zip(names, zip(rows, columns, strict=True), strict=True))
+
+
+class TileGradients(NamedTuple):
     """Results of the second pass; those that were not requested are None."""
 
     image: Tensor | None
@@ -83,20 +118,15 @@ class Weighting(NamedTuple):
     """o, +inf for an anchor without weight: (K, n)."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Tile:
+class _Tile(NamedTuple):
     """Location of a tile, and four buffers (rows, columns), which are reused for the next tile."""
 
     rows: slice
-    """Rows of the tile."""
     columns: slice
-    """Columns of the tile."""
     logits: Tensor
     """f of the cosines, and _NO_NEGATIVE at entries that are not negatives."""
     row_work: Tensor
-    """Working memory for the weights of the rows."""
     column_work: Tensor
-    """Working memory for the weights of the columns."""
     spare: Tensor
     """Additional working memory, which holds the cosines if f is 2·artanh."""
 

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.contrastive.losses import ContrastiveLoss, ContrastiveOutput
-from tempnet.contrastive.state import SampleState
-from tempnet.contrastive.world import World
+from tempnet.contrastive.state import SampleState, World
 from tempnet.network import TempNet
 
 

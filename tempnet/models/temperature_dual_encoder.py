@@ -62,7 +62,7 @@ class TemperatureDualEncoder(nn.Module):
         Args:
             ids: (b,) int64 ids of the pairs.
             image_ids: (b,) int64 ids of the images.
-            gamma: γ of the moving averages (`tempnet.contrastive.losses.gamma_at`).
+            gamma: γ of the moving averages (`tempnet.contrastive.config.gamma_at`).
             inputs: images and captions, or their embeddings; see :meth:`embed`.
         """
         image, text = self.embed(**inputs)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tempnet.contrastive.losses import ContrastiveOutput
+from tempnet.contrastive.state import World
 from tempnet.contrastive.unimodal import UnimodalLoss
-from tempnet.contrastive.world import World
 from tempnet.models.bodies import last_hidden_states
 from tempnet.models.sentence_encoder import SentenceEncoder, mean_pooling
 from tempnet.softmax.reference import IGNORE_INDEX
@@ -106,7 +106,7 @@ class TemperatureSentenceEncoder(nn.Module):
             mlm_labels: (n, A, t) original tokens at masked positions, and -100 elsewhere.
             positive_ids, positive_mask: (n, A, P, t') tokens of the positives, and their mask.
             ids: (n,) ids of the documents.
-            gamma: γ of the moving averages (`tempnet.contrastive.losses.gamma_at`).
+            gamma: γ of the moving averages (`tempnet.contrastive.config.gamma_at`).
         """
         num_anchors = anchor_ids.shape[1]
         flat_ids, flat_mask = anchor_ids.flatten(0, 1), anchor_mask.flatten(0, 1)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tempnet.contrastive.world import World
+from tempnet.contrastive.state import World
 from tempnet.models.bodies import last_hidden_states
 from tempnet.soft_triple import IGNORE_INDEX, SoftTriple, token_labels
 

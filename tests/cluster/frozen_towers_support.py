@@ -101,7 +101,7 @@ def train_alone(task: ClipTask) -> tuple[list[float], list[int]]:
 
     from jobs.engine.deepspeed_engine import make_optimizer
     from jobs.tasks.dual_encoder.task import tensors_of
-    from tempnet.contrastive.losses import gamma_at
+    from tempnet.contrastive.config import gamma_at
 
     config: Any = task.config
     parameters = list(task.module.loss.parameters())

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from tempnet import soft_triple
-from tempnet.contrastive.world import World
+from tempnet.contrastive.state import World
 from tempnet.models.triple_entropy_classifier import TripleEntropyClassifier
 from tempnet.soft_triple import SoftTriple, SoftTripleConfig, token_labels
 

@@ -21,9 +21,8 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from tempnet.contrastive.config import LOSS_KINDS
-from tempnet.contrastive.state import SampleState
+from tempnet.contrastive.state import SampleState, World
 from tempnet.contrastive.unimodal import UnimodalLoss
-from tempnet.contrastive.world import World
 from tempnet.models.batch_norm import SynchronizedBatchNorm
 from tests.tempnet.contrastive.dense import NUM_SAMPLES, make_batch, make_config, make_loss, make_unimodal_loss, run
 from tests.tempnet.models.tiny_towers import NUM_PAIRS, make_module, pairs

@@ -26,8 +26,7 @@ from pipelines.archives import resolve_source
 from pipelines.images.prepare import PrepareImagesConfig, check_source, prepare_images
 from pipelines.problems import check_problems
 from pipelines.storage import relative
-from tempnet.contrastive.retrieval import recall
-from tempnet.contrastive.zero_shot import accuracy, class_embeddings
+from tempnet.contrastive.retrieval import accuracy, class_embeddings, recall
 
 
 class DataSet(Protocol):

@@ -7,7 +7,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 
 from jobs.engine import encoders
 from jobs.tasks.classifier.config import ClassifierConfig, soft_triple_config
-from tempnet.contrastive.world import World
+from tempnet.contrastive.state import World
 from tempnet.models.sentence_encoder import num_positions
 from tempnet.models.triple_entropy_classifier import TripleEntropyClassifier
 from tempnet.soft_triple import SoftTriple

@@ -9,8 +9,7 @@ from jobs.engine.encoders import check_vocabulary
 from jobs.tasks.dual_encoder.config import ClipConfig
 from pipelines.local_copy import checked_copy
 from tempnet.contrastive.losses import ContrastiveLoss
-from tempnet.contrastive.state import SampleState
-from tempnet.contrastive.world import World
+from tempnet.contrastive.state import SampleState, World
 from tempnet.models.dual_encoder import DualEncoder, read_sizes
 from tempnet.models.dual_encoder_config import DualEncoderConfig
 from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder

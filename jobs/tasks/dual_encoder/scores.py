@@ -13,8 +13,7 @@ from torch import Tensor
 
 from jobs.tasks.dual_encoder.validation import HeldOut
 from tempnet.contrastive.config import ContrastiveLossConfig
-from tempnet.contrastive.held_out import held_out_losses
-from tempnet.contrastive.losses import ContrastiveLoss
+from tempnet.contrastive.losses import ContrastiveLoss, held_out_losses
 from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
 from tempnet.rivals import compare_with_constants
 from tempnet.statistics import histogram_of
@@ -122,7 +121,7 @@ def rivals(image: Tensor, text: Tensor, owner: Tensor, tau: Tensor, config: Cont
 
     Returns:
         The figures of :func:`tempnet.rivals.compare_with_constants` for the loss of
-        :func:`tempnet.contrastive.held_out.held_out_losses`, with the prefixes `image/` or `text/`, and `robust/` or
+        :func:`tempnet.contrastive.losses.held_out_losses`, with the prefixes `image/` or `text/`, and `robust/` or
         `cross_entropy/` (the `objective` of the training loss); and `num_pairs`.
     """
     losses = held_out_losses(image, text, owner, config)

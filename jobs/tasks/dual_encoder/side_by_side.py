@@ -19,7 +19,8 @@ from jobs.tasks.frozen_base import check_checkpoint
 from jobs.tasks.side_by_side import MembersTask
 from pipelines.stream import Batch
 from pipelines.text.tokenization import load_tokenizer
-from tempnet.contrastive.losses import contrastive_losses, gamma_at
+from tempnet.contrastive.config import gamma_at
+from tempnet.contrastive.losses import contrastive_losses
 from tempnet.contrastive.statistics import PairStatistics
 from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
 

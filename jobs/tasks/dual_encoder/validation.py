@@ -22,7 +22,7 @@ from jobs.tasks.dual_encoder.config import ClipConfig
 from pipelines.features import PairEmbeddings
 from pipelines.images.pairs import PairSource
 from tempnet.contrastive.retrieval import cross_entropy, recall
-from tempnet.contrastive.world import World
+from tempnet.contrastive.state import World
 from tempnet.models.dual_encoder import DualEncoder
 
 

@@ -8,9 +8,8 @@ from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokeni
 from jobs.engine import encoders
 from jobs.tasks.sentence_encoder.config import SentenceConfig
 from pipelines.text.tokenization import SpecialTokens
-from tempnet.contrastive.state import SampleState
+from tempnet.contrastive.state import SampleState, World
 from tempnet.contrastive.unimodal import UnimodalLoss
-from tempnet.contrastive.world import World
 from tempnet.models.sentence_encoder import num_positions
 from tempnet.models.temperature_sentence_encoder import TemperatureSentenceEncoder
 from tempnet.network import TempNet

@@ -25,8 +25,7 @@ from pipelines.stream import Batch
 from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
 from pipelines.text.tokenization import load_tokenizer
-from tempnet.contrastive.config import ContrastiveLossConfig
-from tempnet.contrastive.losses import gamma_at
+from tempnet.contrastive.config import ContrastiveLossConfig, gamma_at
 from tempnet.contrastive.statistics import PairStatistics
 from tempnet.models.temperature_sentence_encoder import SpanOutput, TemperatureSentenceEncoder
 from tempnet.network import PAIRED_DIRECTORY

@@ -20,7 +20,7 @@ from jobs.tasks.sentence_encoder.data import VALIDATION_SEED, read_documents, sp
 from pipelines.stream import Batch
 from pipelines.text.manifest import Manifest
 from tempnet.contrastive.config import ContrastiveLossConfig
-from tempnet.contrastive.held_out import held_out_losses
+from tempnet.contrastive.losses import held_out_losses
 from tempnet.contrastive.retrieval import recall
 from tempnet.models.temperature_sentence_encoder import IGNORE_INDEX, TemperatureSentenceEncoder
 from tempnet.rivals import compare_with_constants
@@ -118,7 +118,7 @@ def rivals(sentences: Tensor, tau: Tensor, config: ContrastiveLossConfig, *, num
 
     Returns:
         The figures of :func:`tempnet.rivals.compare_with_constants` for the loss of
-        :func:`tempnet.contrastive.held_out.held_out_losses`, with the prefix `robust/` or `cross_entropy/` (the
+        :func:`tempnet.contrastive.losses.held_out_losses`, with the prefix `robust/` or `cross_entropy/` (the
         `objective` of the training loss), and `num_pairs`. All spans of a document form one group.
     """
     anchors, positives = sentences[:, :_MAX_PAIRS_COMPARED]

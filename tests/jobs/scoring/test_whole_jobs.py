@@ -50,8 +50,7 @@ from pipelines.images.captions import CaptionNoise
 from pipelines.images.temperature_table import read_table
 from pipelines.storage import write_json
 from pipelines.text.tokenization import load_tokenizer
-from tempnet.contrastive.retrieval import recall
-from tempnet.contrastive.zero_shot import accuracy, class_embeddings
+from tempnet.contrastive.retrieval import accuracy, class_embeddings, recall
 from tempnet.intervals import mean_interval
 from tempnet.models.dual_encoder import DualEncoder, load_pair_tempnets
 from tempnet.models.training_temperature import load_training_temperature

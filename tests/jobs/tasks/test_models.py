@@ -21,7 +21,8 @@ from jobs.tasks.language_model.models import base_shapes, build_model
 from pipelines.storage import write_json
 from pipelines.text.tokenization import load_tokenizer, train_bpe
 from tempnet.base_model import BASE_FILE, read_reference
-from tempnet.contrastive.losses import ContrastiveLoss, ContrastiveLossConfig
+from tempnet.contrastive.config import ContrastiveLossConfig
+from tempnet.contrastive.losses import ContrastiveLoss
 from tempnet.loading import load_causal_lm
 from tempnet.models.dual_encoder import DualEncoder
 from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder

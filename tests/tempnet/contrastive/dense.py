@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tempnet import TempNet, TempNetConfig
-from tempnet.contrastive.losses import LOSS_KINDS, ContrastiveLoss, ContrastiveLossConfig, ContrastiveOutput
-from tempnet.contrastive.state import SampleState
+from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig
+from tempnet.contrastive.losses import ContrastiveLoss, ContrastiveOutput
+from tempnet.contrastive.state import SampleState, World
 from tempnet.contrastive.unimodal import UnimodalLoss
-from tempnet.contrastive.world import World
 
 NAMES = tuple(LOSS_KINDS)
 NUM_SAMPLES, SIZE = 40, 6

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from pytorch_metric_learning.losses import NTXentLoss
 from torch import Tensor
 
-from tempnet.contrastive.config import ContrastiveLossConfig
-from tempnet.contrastive.losses import ContrastiveLoss, check_negatives, contrastive_losses, gamma_at
+from tempnet.contrastive.config import ContrastiveLossConfig, check_negatives, gamma_at
+from tempnet.contrastive.losses import ContrastiveLoss, contrastive_losses
 from tempnet.contrastive.state import SampleState
 from tempnet.contrastive.unimodal import UnimodalLoss
 from tests.tempnet.contrastive.dense import (

@@ -12,9 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tempnet.contrastive.ranks import on_grid
-from tempnet.contrastive.retrieval import cross_entropy, recall
-from tempnet.contrastive.zero_shot import accuracy, class_embeddings
+from tempnet.contrastive.retrieval import accuracy, class_embeddings, cross_entropy, on_grid, recall
 
 
 def units(rng: np.random.Generator, num: int, size: int) -> Tensor:

@@ -18,7 +18,8 @@ from torch import nn
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer, CLIPImageProcessor
 
 from tempnet import TempNet, TempNetConfig
-from tempnet.contrastive.losses import LOSS_KINDS, ContrastiveLoss, ContrastiveLossConfig
+from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig
+from tempnet.contrastive.losses import ContrastiveLoss
 from tempnet.contrastive.state import SampleState
 from tempnet.models.dual_encoder import (
     IMAGE_TEMPNET_DIRECTORY,

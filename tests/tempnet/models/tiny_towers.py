@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel, PreTrainedModel, PreTrainedTokenizerFast
 
 from tempnet import TempNet, TempNetConfig
-from tempnet.contrastive.losses import LOSS_KINDS, ContrastiveLoss, ContrastiveLossConfig
-from tempnet.contrastive.state import SampleState
-from tempnet.contrastive.world import World
+from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig
+from tempnet.contrastive.losses import ContrastiveLoss
+from tempnet.contrastive.state import SampleState, World
 from tempnet.models.dual_encoder import DualEncoder, DualEncoderConfig
 from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
 from tempnet.models.towers import random_tower
