@@ -44,12 +44,12 @@ from pipelines.text.packing import PackingConfig
 from pipelines.text.reading import readable_documents
 from pipelines.text.tokenization import document_start_id, load_tokenizer, train_bpe
 from tempnet import TempNet, TempNetConfig
+from tempnet.baselines import compare_sums
 from tempnet.headroom.features import Tokens
 from tempnet.headroom.gains import DocumentSums
 from tempnet.headroom.run import CONSTANT, run_headroom_test
 from tempnet.intervals import Interval
 from tempnet.models.output_head import output_weight
-from tempnet.rivals import compare_sums
 from tempnet.softmax.config import TemperatureLossConfig
 from tempnet.softmax.linear import linear_language_model_loss
 

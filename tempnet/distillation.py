@@ -9,20 +9,23 @@ every p_τ is H₀ = log V − ρ (the oracle of TempNet, Baseline2), so that co
 contexts at which it is open teach equally much; a constant τ is the usual distillation (Hinton et al., arXiv 1503.02531, here
 with the student at τ = 1, whose own predictions are wanted).
 
-Shapes: N tokens, V effective vocabulary.
+:class:`DistilledCausalLM` is a model with this loss. Shapes: N tokens, V effective vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
+from tempnet.models.causal_lm import CausalLMOutput, TemperatureCausalLM, empty_output
 from tempnet.oracle import optimal_temperature
+from tempnet.softmax.config import TemperatureLossConfig
 from tempnet.softmax.reference import IGNORE_INDEX
 
 _NUM_LOGITS_PER_CHUNK = 1 << 22
@@ -60,15 +63,6 @@ class TeacherTemperature:
         return optimal_temperature(logits, self.rho, self.tau_min, self.tau_max)
 
 
-class DistillationLoss(NamedTuple):
-    """Loss of a batch of tokens."""
-
-    loss: Tensor
-    """Σ KL(p_τ ‖ q) over the tokens that count, divided by their number; a scalar."""
-    tau: Tensor
-    """Temperatures of the teacher, detached: (N,)."""
-
-
 def teacher_divergence(student_logits: Tensor, teacher_logits: Tensor, tau: Tensor) -> Tensor:
     """Return KL(softmax(z_T/τ) ‖ softmax(z_S)) in nats for every row (n,).
 
@@ -92,7 +86,7 @@ def distillation_loss(
     temperature: TeacherTemperature,
     vocab_size: int,
     num_targets: Tensor | float | None = None,
-) -> DistillationLoss:
+) -> tuple[Tensor, Tensor]:
     """Compute the loss of N tokens, a chunk of logits at a time; the backward pass computes the student's logits again.
 
     Args:
@@ -104,6 +98,9 @@ def distillation_loss(
         temperature: temperature of the teacher.
         vocab_size: V.
         num_targets: divisor of the sum; by default the number of tokens that count.
+
+    Returns:
+        Σ KL(p_τ ‖ q) over the tokens that count, divided by their number, and the temperatures (N,) of the teacher.
     """
     num_rows = max(1, _NUM_LOGITS_PER_CHUNK // vocab_size)
     is_valid = targets != IGNORE_INDEX
@@ -121,4 +118,83 @@ def distillation_loss(
         temperatures.append(tau)
         total = total + checkpoint(add_up, contexts, logits, tau, counts, use_reentrant=False)
     divisor = is_valid.sum().clamp(min=1) if num_targets is None else num_targets
-    return DistillationLoss(total / divisor, torch.cat(temperatures))
+    return total / divisor, torch.cat(temperatures)
+
+
+class DistilledCausalLM(TemperatureCausalLM):
+    """Causal language model `base` whose loss in training mode is KL(teacher at τ ‖ base), see `tempnet.distillation`.
+
+    In evaluation mode it is the cross-entropy at τ = 1. The teacher is not a submodule: it is neither trained nor saved, and
+    every process holds all of it.
+
+    Args:
+        base: the student.
+        teacher: a causal LM over the same tokens, which is frozen.
+        temperature: temperature of the teacher.
+        loss_config: the loss in evaluation mode, and ρ and the range of τ for statistics.
+        vocab_size: the effective vocabulary V.
+        attend_across_documents: whether a token may attend to the packed documents before its own.
+        autocast_dtype: dtype of the matrix products.
+
+    Raises:
+        ValueError: if the vocabularies do not fit together.
+    """
+
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        teacher: PreTrainedModel,
+        temperature: TeacherTemperature,
+        loss_config: TemperatureLossConfig,
+        *,
+        vocab_size: int,
+        attend_across_documents: bool = False,
+        autocast_dtype: torch.dtype | None = None,
+    ) -> None:
+        common: dict[str, Any] = {
+            "vocab_size": vocab_size,
+            "attend_across_documents": attend_across_documents,
+            "autocast_dtype": autocast_dtype,
+        }
+        super().__init__(base, None, loss_config, **common)
+        self.temperature = temperature
+        # In a tuple, so that it is no submodule.
+        self._teacher = (TemperatureCausalLM(teacher, None, loss_config, freeze_base=True, **common).eval(),)
+
+    @property
+    def teacher(self) -> TemperatureCausalLM:
+        """The teacher."""
+        return self._teacher[0]
+
+    def forward(
+        self, input_ids: Tensor | None, position_ids: Tensor | None, targets: Tensor, **options: Any
+    ) -> CausalLMOutput:
+        """Compute the loss of one micro-batch; arguments and result are those of `TemperatureCausalLM.forward`.
+
+        In training mode `tau` are the temperatures of the teacher; the statistics are those of the student.
+        """
+        assert input_ids is not None
+        assert position_ids is not None
+        if not self.training:
+            return super().forward(input_ids, position_ids, targets, **options)
+        teacher = self.teacher.to(input_ids.device)
+        contexts = self.contexts(input_ids, position_ids).flatten(0, 1)
+        with torch.no_grad():
+            teacher_contexts = teacher.contexts(input_ids, position_ids).flatten(0, 1)
+        loss, tau = distillation_loss(
+            contexts,
+            teacher_contexts,
+            targets.flatten(),
+            student_logits=self.context_logits,
+            teacher_logits=teacher.context_logits,
+            temperature=self.temperature,
+            vocab_size=self.vocab_size,
+            num_targets=options.get("num_targets"),
+        )
+        output = empty_output(loss, tau.view_as(targets), torch.zeros_like(tau).view_as(targets))
+        if options.get("with_statistics"):
+            with torch.no_grad():
+                plain = super().forward(input_ids, position_ids, targets, with_statistics=True)
+            output["statistics"], output["entropy"] = plain["statistics"], plain["entropy"]
+            output["cross_entropy_tau"] = plain["cross_entropy_tau"]
+        return output

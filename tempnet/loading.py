@@ -26,9 +26,8 @@ from transformers import PreTrainedModel
 
 from tempnet.base_model import load_base
 from tempnet.devices import DeviceMap, input_device
-from tempnet.hub import HUB_NAME, download
-from tempnet.models.stored_base import StoredBase
-from tempnet.network import CONFIG_FILE, PAIRED_DIRECTORY, WEIGHTS_FILE, TempNet
+from tempnet.models.output_head import StoredBase
+from tempnet.network import CONFIG_FILE, HUB_NAME, PAIRED_DIRECTORY, WEIGHTS_FILE, TempNet, download
 from tempnet.network_config import PublishedHead, TempNetConfig
 from tempnet.precisions import loading_options
 from tempnet.weights import check_weights

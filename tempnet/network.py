@@ -15,6 +15,8 @@ The pooling has the form of the optimality condition of the robust loss (Lemma 5
 float32, whatever dtype the base model uses.
 
 Shapes: N rows, d0 input size, d hidden state of a language model, d1 hidden size, d2 prototypes.
+
+huggingface_hub is imported where it is used, because `import tempnet` should be quick.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
+import tempfile
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -30,7 +34,6 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tempnet.hub import HUB_NAME, download, push
 from tempnet.network_config import TempNetConfig
 from tempnet.weights import check_weight_files, check_weights
 
@@ -38,6 +41,8 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 # Subdirectory for a TempNet inside the directory of the base model that it was trained with.
 PAIRED_DIRECTORY = "tempnet"
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+"""Pattern of the name of a repository on the Hugging Face Hub (owner/name)."""
 
 
 class TempNet(nn.Module):
@@ -117,7 +122,7 @@ class TempNet(nn.Module):
                 x = F.normalize(x, dim=-1)
             if state_product is not None:
                 return self.from_first_product(state_product + F.linear(x, self.first_layer.weight))
-            return self.temperature(self._pool(self.prototype_scores(self.hidden(x))))
+            return self._temperature(self.hidden(x))
 
     def input_offset(self, logits: Tensor) -> Tensor | None:
         """Return the value (..., 1) that `input_shift` subtracts from logits (..., V), or None for no shift."""
@@ -153,8 +158,7 @@ class TempNet(nn.Module):
         Other code may have computed it without x (`tempnet.softmax.linear`).
         """
         assert self.transform is not None
-        v = self.transform[1:](product + self.first_layer.bias)
-        return self.temperature(self._pool(self.prototype_scores(v)))
+        return self._temperature(self.transform[1:](product + self.first_layer.bias))
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -173,12 +177,10 @@ class TempNet(nn.Module):
             return v @ F.normalize(self.projection, dim=0)
         return F.linear(v, self.projection, self.projection_bias)
 
-    def temperature(self, score: Tensor) -> Tensor:
-        """Return τ = (τ_max − τ₀)·sigmoid(s) + τ₀ for scores s; in eval mode τ_max_eval takes the place of τ_max."""
-        config = self.config
-        tau_max = config.tau_max
-        if not self.training and config.tau_max_eval is not None:
-            tau_max = config.tau_max_eval
+    def _temperature(self, v: Tensor) -> Tensor:
+        """Return τ (...,) for the transformed input v; in eval mode τ_max_eval takes the place of τ_max."""
+        config, score = self.config, self._pool(self.prototype_scores(v))
+        tau_max = config.tau_max if self.training or config.tau_max_eval is None else config.tau_max_eval
         return (tau_max - config.tau_min) * torch.sigmoid(score) + config.tau_min
 
     def _pool(self, u: Tensor) -> Tensor:
@@ -223,8 +225,23 @@ class TempNet(nn.Module):
         save_file({name: value.contiguous() for name, value in self.state_dict().items()}, directory / WEIGHTS_FILE)
 
     def push_to_hub(self, repository: str, *, base_model: str = "", private: bool = True) -> str:
-        """Upload the network with a model card to the Hugging Face Hub, and return its address; see `tempnet.hub.push`."""
-        return push(self, repository, base_model=base_model, private=private)
+        """Upload the network with a model card to the Hugging Face Hub, and return its address.
+
+        The login is that of `hf auth login` or $HF_TOKEN.
+
+        Args:
+            repository: owner/name; it is made if necessary.
+            base_model: hub name of the model whose logits, hidden states or embeddings it reads; the card names it.
+            private: whether a new repository is private.
+        """
+        from huggingface_hub import HfApi
+
+        hub = HfApi()
+        with tempfile.TemporaryDirectory() as directory:
+            self.save_pretrained(directory)
+            (Path(directory) / "README.md").write_text(model_card(self, repository, base_model), encoding="utf-8")
+            hub.create_repo(repository, private=private, exist_ok=True)
+            return str(hub.upload_folder(repo_id=repository, folder_path=directory, commit_message="Upload TempNet"))
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> TempNet:
@@ -255,3 +272,40 @@ class TempNet(nn.Module):
         network.load_state_dict(load_file(directory / WEIGHTS_FILE))
         check_weights(network, directory)
         return network.eval()
+
+
+def download(repository: str, name: str) -> Path | None:
+    """Download a file of a hub repository and return its local path, or None if it is not available."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(repository, name))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
+        return None
+
+
+def model_card(network: TempNet, repository: str, base_model: str) -> str:
+    """Return the model card of a network as Markdown with the header that the hub reads."""
+    config = network.config
+    header = ["---", "library_name: tempnet", "tags: [tempnet, temperature]"]
+    if base_model:
+        header.append(f"base_model: {base_model}")
+    tau_max = config.tau_max if config.tau_max_eval is None else config.tau_max_eval
+    base, unit = base_model or "BASE_MODEL", "image or text" if config.kind == "embeddings" else "token"
+    usage = (
+        "from tempnet import TempNet\n\n"
+        f'network = TempNet.from_pretrained("{repository}")  # {config.kind} of {config.input_size} → a temperature each\n'
+    )
+    if config.kind != "embeddings":
+        usage = (
+            "from tempnet.inference import generate\nfrom tempnet.loading import load_causal_lm\n\n"
+            f'model, network = load_causal_lm("{base}", "{repository}")\n'
+            "result = generate(model, network, input_ids=input_ids, max_new_tokens=100)  # result.temperatures: τ per token\n"
+        )
+    return (
+        "\n".join(header) + f"\n---\n\n# TempNet: a softmax temperature for every {unit}\n\n"
+        f"It reads {config.kind} and predicts τ between {config.tau_min:g} and {tau_max:g}"
+        f"{f' (ρ = {config.rho:g} nats)' if config.rho else ''}; {sum(p.numel() for p in network.parameters()):,} parameters "
+        f"(arXiv 2404.04575).\n\n```python\n{usage}```\n"
+    )

@@ -22,7 +22,7 @@ group of texts for the same prompt, Kool et al. 2019, arXiv 2402.14740). The two
     each        mean of R over the texts:                        A_i = R_i − mean_{j≠i} R_j
     distinct    sum over distinct answers of their best R, over G: an answer that comes twice counts once
 
-`tempnet.reward_leash` finds λ. Shapes: G texts of a group, T tokens of the longest, V vocabulary; a mask (G, T) is 1 for
+`tempnet.controllers` finds λ. Shapes: G texts of a group, T tokens of the longest, V vocabulary; a mask (G, T) is 1 for
 tokens of the text and 0 after its end.
 """
 

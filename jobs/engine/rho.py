@@ -1,4 +1,4 @@
-"""Adjusts ρ during training with a controller (`tempnet.rho_controller`) across ranks, and saves it in checkpoints."""
+"""Adjusts ρ during training with a controller (`tempnet.controllers`) across ranks, and saves it in checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from jobs.engine.contrastive import ContrastiveSection
 from jobs.engine.temperature import TempNetSection
 from tempnet.contrastive.losses import ContrastiveLoss, ContrastiveOutput
-from tempnet.rho_controller import RhoController
+from tempnet.controllers import RhoController
 
 _STATE_FILE = "rho.json"
 

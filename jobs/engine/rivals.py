@@ -1,7 +1,8 @@
 """Judges whether a run's learned temperature is useful: one verdict for the report, the outcome and MLflow.
 
 On held-out data, by the loss that it was trained with, the TempNet is compared with two rivals: the best constant τ and
-MeanShift (`tempnet.rivals`). The report shows the learned temperatures shuffled over the tokens, too, where they are known.
+MeanShift (`tempnet.baselines`). The report shows the learned temperatures shuffled over the tokens, too, where they are
+known.
 """
 
 from __future__ import annotations

@@ -32,12 +32,11 @@ import torch
 from torch import Tensor
 
 from tempnet import intervals
-from tempnet.headroom.gains import NUM_BINS, expected_calibration_error
-from tempnet.intervals import Interval, jackknife, ratio_interval
+from tempnet.headroom.gains import NamedSums
+from tempnet.intervals import Interval, ratio_interval
 
 SMOOTHING = 0.01
 """λ, the share of the uniform distribution in the smoothed NLL."""
-_NUM_GROUPS = 100
 SUMS = ("smoothed", "brier", "excluded")
 """Names of the sums over tokens that are kept beside the bins, and beside the NLL of tokens that are not excluded."""
 Tokens = Sequence[Hashable]
@@ -78,41 +77,23 @@ def score_tokens(log_probabilities: Tensor, targets: Tensor) -> Scores:
     )
 
 
-class LikelihoodSums:
-    """Sums of scores over the tokens of every document, for rules that are named.
-
-    Args:
-        num_documents: D.
-    """
+class LikelihoodSums(NamedSums):
+    """Sums of scores over the tokens of every document, for rules that are named."""
 
     def __init__(self, num_documents: int) -> None:
-        self.num_documents = num_documents
+        super().__init__(num_documents)
         self.sums: dict[str, dict[str, Tensor]] = {}
         """Rule → name of a score → its sum over the tokens of each document: (D,)."""
-        self.bins: dict[str, Tensor] = {}
-        """Rule → number of tokens, summed confidence and number of correct predictions: (groups, B, 3)."""
 
     def add(self, rule: str, documents: Tensor, scores: Scores) -> None:
-        """Add the scores of tokens under the name of a rule.
-
-        Args:
-            rule: the name.
-            documents: (N,) number of the document of each token.
-            scores: their scores.
-        """
+        """Add the scores of tokens, whose documents (N,) are given, under the name of a rule."""
         documents = documents.cpu()
-        known = self.sums.setdefault(rule, {})
         values = {name: getattr(scores, name) for name in SUMS}
         values |= {"loss": scores.loss.where(scores.excluded == 0, 0.0), "count": torch.ones_like(scores.loss)}
+        known = self.sums.setdefault(rule, {})
         for name, value in values.items():
-            total = known.setdefault(name, torch.zeros(self.num_documents, dtype=torch.float64))
-            total.index_add_(0, documents, value.double().cpu())
-        confidence = scores.confidence.double().cpu()
-        places = (confidence * NUM_BINS).long().clamp(max=NUM_BINS - 1)
-        groups = min(_NUM_GROUPS, self.num_documents)
-        columns = torch.stack([torch.ones_like(confidence), confidence, scores.correct.double().cpu()], dim=-1)
-        bins = self.bins.setdefault(rule, torch.zeros(groups, NUM_BINS, 3, dtype=torch.float64))
-        bins.view(-1, 3).index_add_(0, documents % groups * NUM_BINS + places, columns)
+            self._sum(known, name, documents, value)
+        self._add_bins(rule, documents, scores.confidence.double().cpu(), scores.correct.cpu())
 
     def mean(self, rule: str, name: str) -> Interval:
         """Return the mean over tokens of a score: one of `SUMS`."""
@@ -128,10 +109,6 @@ class LikelihoodSums:
         """Return by how much a score of `rule` is below that of `over`, per token and on the same tokens."""
         difference = self.sums[over][name] - self.sums[rule][name]
         return ratio_interval(difference, self.sums[rule]["count"])
-
-    def calibration_error(self, rule: str) -> Interval:
-        """Return the ECE, as a share."""
-        return jackknife(expected_calibration_error, self.bins[rule])
 
 
 def count_ngrams(tokens: Tokens, n: int) -> Counter[tuple[Hashable, ...]]:

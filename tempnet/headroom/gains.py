@@ -25,7 +25,35 @@ _LARGEST_LOG_TAU = math.log(TAU_RANGE[1])
 _NUM_GROUPS = 100
 
 
-class DocumentSums:
+class NamedSums:
+    """Sums over the tokens of every document, and bins of confidence for groups of documents, under names.
+
+    Args:
+        num_documents: D.
+    """
+
+    def __init__(self, num_documents: int) -> None:
+        self.num_documents = num_documents
+        self.bins: dict[str, Tensor] = {}
+        """Name → number of tokens, summed confidence and number of correct predictions: (groups, B, 3)."""
+
+    def _sum(self, sums: dict[str, Tensor], name: str, documents: Tensor, values: Tensor) -> None:
+        known = sums.setdefault(name, torch.zeros(self.num_documents, dtype=torch.float64))
+        known.index_add_(0, documents, values.double().cpu())
+
+    def _add_bins(self, name: str, documents: Tensor, confidence: Tensor, correct: Tensor) -> None:
+        num_groups = min(_NUM_GROUPS, self.num_documents)
+        places = documents % num_groups * NUM_BINS + (confidence * NUM_BINS).long().clamp(max=NUM_BINS - 1)
+        values = torch.stack([torch.ones_like(confidence), confidence, correct.to(confidence)], dim=-1)
+        known = self.bins.setdefault(name, torch.zeros(num_groups, NUM_BINS, 3, dtype=torch.float64))
+        known.view(-1, 3).index_add_(0, places, values.double())
+
+    def calibration_error(self, name: str) -> Interval:
+        """Return the ECE: the mean over tokens of |accuracy − mean confidence| of their bin, as a share."""
+        return jackknife(expected_calibration_error, self.bins[name])
+
+
+class DocumentSums(NamedSums):
     """Sums over the tokens of every document, at temperatures that are named.
 
     Args:
@@ -34,7 +62,7 @@ class DocumentSums:
     """
 
     def __init__(self, num_documents: int, num_nodes: int = NUM_NODES) -> None:
-        self.num_documents = num_documents
+        super().__init__(num_documents)
         self.counts = torch.zeros(num_documents, dtype=torch.float64)
         self.profiles = Profiles(
             torch.zeros(num_documents, num_nodes, 3, dtype=torch.float64),
@@ -48,8 +76,6 @@ class DocumentSums:
         """Name → summed temperature: (D,)."""
         self.histograms: dict[str, Tensor] = {}
         """Name → number of tokens in equal bins of u = log β over the range of profiles."""
-        self.bins: dict[str, Tensor] = {}
-        """Name → number of tokens, summed confidence and number of correct predictions: (groups, B, 3)."""
 
     def add_profiles(self, profiles: Profiles, documents: Tensor) -> None:
         """Add the profiles of tokens, whose documents (N,) are given."""
@@ -65,13 +91,7 @@ class DocumentSums:
         counts = torch.histc(u.double(), _NUM_BINS_OF_TAU, -_LARGEST_LOG_TAU, _LARGEST_LOG_TAU)
         self.histograms[name] = self.histograms.get(name, 0.0) + counts
         confidence = (-profiles.partition(u)[0]).exp().clamp(max=1.0)
-        bins = (confidence * NUM_BINS).long().clamp(max=NUM_BINS - 1)
-        groups = documents % min(_NUM_GROUPS, self.num_documents)
-        values = torch.stack([torch.ones_like(confidence), confidence, (profiles.target == 0).to(confidence)], dim=-1)
-        known = self.bins.setdefault(
-            name, torch.zeros(min(_NUM_GROUPS, self.num_documents), NUM_BINS, 3, dtype=torch.float64)
-        )
-        known.view(-1, 3).index_add_(0, groups * NUM_BINS + bins, values.double())
+        self._add_bins(name, documents, confidence, profiles.target == 0)
 
     def add_second_order(self, name: str, documents: Tensor, gain: Tensor) -> None:
         """Add the gains of tokens to second order (N,) under a name."""
@@ -80,10 +100,6 @@ class DocumentSums:
     def add_losses(self, name: str, documents: Tensor, losses: Tensor) -> None:
         """Add losses of tokens (N,), which need not come from their profiles, under a name."""
         self._sum(self.losses, name, documents, losses)
-
-    def _sum(self, sums: dict[str, Tensor], name: str, documents: Tensor, values: Tensor) -> None:
-        known = sums.setdefault(name, torch.zeros(self.num_documents, dtype=torch.float64))
-        known.index_add_(0, documents, values.double())
 
     def at_constant(self, tau: float) -> Tensor:
         """Return the summed cross-entropy of every document at one temperature: (D,)."""
@@ -117,19 +133,10 @@ class DocumentSums:
             "accuracy": (correct[used] / count[used]).tolist(),
         }
 
-    def calibration_error(self, name: str) -> Interval:
-        """Return the ECE: the mean over tokens of |accuracy − mean confidence| of their bin, as a share."""
-        return jackknife(expected_calibration_error, self.bins[name])
-
     def calibration_gain(self, name: str, over: str) -> Interval:
         """Return by how much the ECE of `name` is below that of `over`."""
         both = torch.stack([self.bins[over], self.bins[name]], dim=1)
-        return jackknife(
-            lambda bins: (
-                expected_calibration_error(bins[..., 0, :, :]) - expected_calibration_error(bins[..., 1, :, :])
-            ),
-            both,
-        )
+        return jackknife(lambda bins: -expected_calibration_error(bins).diff(dim=-1).squeeze(-1), both)
 
 
 def expected_calibration_error(bins: Tensor) -> Tensor:

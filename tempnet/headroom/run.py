@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from tempnet.headroom.features import FEATURE_SETS, Moments, Tokens, best_constant
+from tempnet.headroom.fit import NormalEquations, Refinement, fit
 from tempnet.headroom.gains import DocumentSums
-from tempnet.headroom.refinement import Refinement
-from tempnet.headroom.regression import NormalEquations, fit
 
 Batches = Callable[[], Iterable[tuple[Tokens, Tensor]]]
 """Function that is called once per pass over the data; it returns tokens in parts, with the document of each (N,)."""

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tempnet.headroom.profile import Profiles
-from tempnet.models.output_head import OutputHead, find_output_head, output_weight
+from tempnet.models.output_head import OutputHead, StoredBase, find_output_head, output_weight
 from tempnet.models.packing import document_mask, takes_document_mask
-from tempnet.models.stored_base import StoredBase
 from tempnet.network import TempNet
 from tempnet.oracle import Oracle, optimal_temperature
 from tempnet.softmax.config import TemperatureLossConfig
@@ -51,6 +50,19 @@ class CausalLMOutput(TypedDict):
     profiles: tuple[Tensor, Tensor] | None
     """Profiles of the N valid tokens (`tempnet.headroom.profile.Profiles`), values (N, J, 3) and targets (N,); None if no
     nodes were requested."""
+
+
+def empty_output(loss: Tensor, tau: Tensor, slopes: Tensor) -> CausalLMOutput:
+    """Return the result of a forward pass without statistics."""
+    return {
+        "loss": loss,
+        "tau": tau,
+        "slopes": slopes,
+        "statistics": None,
+        "entropy": None,
+        "cross_entropy_tau": None,
+        "profiles": None,
+    }
 
 
 class TemperatureCausalLM(nn.Module):
@@ -169,32 +181,13 @@ class TemperatureCausalLM(nn.Module):
             num_profile_nodes: J, the number of nodes of the tokens' profiles; 0: without profiles. Needs statistics.
         """
         flat_targets = targets.flatten()
-        if self.head is None:
+        if hidden is None:
             assert input_ids is not None
             assert position_ids is not None
-            contexts = self.logits(input_ids, position_ids).flatten(0, 1)
-            loss, tau, values, slopes = self._loss_from_logits(contexts, flat_targets, num_targets, with_statistics)
-        else:
-            if hidden is None:
-                assert input_ids is not None
-                assert position_ids is not None
-                contexts = self._run(self.base.base_model, input_ids, position_ids)[0].flatten(0, 1)
-                weight, bias = output_weight(self.base)  # after the body, which frees a tied weight under ZeRO-3
-            else:
-                weight, bias = output_weight(self.base)
-                contexts = hidden.to(weight.dtype).flatten(0, 1)
-            loss, tau, values, slopes = self._loss_from_hidden(
-                self.head, contexts, weight, bias, flat_targets, num_targets, with_statistics
-            )
-        output: CausalLMOutput = {
-            "loss": loss,
-            "tau": tau.detach().view_as(targets),
-            "slopes": slopes.view_as(targets),
-            "statistics": None,
-            "entropy": None,
-            "cross_entropy_tau": None,
-            "profiles": None,
-        }
+            hidden = self.contexts(input_ids, position_ids)
+        contexts = hidden.flatten(0, 1)
+        loss, tau, values, slopes = self._loss(contexts, flat_targets, num_targets, with_statistics)
+        output = empty_output(loss, tau.detach().view_as(targets), slopes.view_as(targets))
         if values is not None:
             output["statistics"] = self.statistics(contexts, flat_targets, tau.detach(), values, oracle_rows)
             output["entropy"] = values.entropy.view_as(targets)
@@ -203,34 +196,26 @@ class TemperatureCausalLM(nn.Module):
                 output["profiles"] = self.profiles(contexts, flat_targets, num_profile_nodes)
         return output
 
-    def _loss_from_logits(
-        self, logits: Tensor, targets: Tensor, num_targets: Tensor | float | None, with_values: bool
+    def _loss(
+        self, contexts: Tensor, targets: Tensor, num_targets: Tensor | float | None, with_values: bool
     ) -> LinearLoss:
-        """Compute the loss of N tokens from their logits (N, V), as the reference does."""
-        loss, tau = language_model_loss(logits, targets, self.loss_config, self.tempnet, num_targets=num_targets)
-        values = TokenValues.from_logits(logits, targets, tau) if with_values else None
-        return LinearLoss(loss, tau, values, token_slopes(logits, targets, tau, self.loss_config))
-
-    def _loss_from_hidden(
-        self,
-        head: OutputHead,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        num_targets: Tensor | float | None,
-        with_values: bool,
-    ) -> LinearLoss:
-        """Compute the loss of N tokens from their hidden states (N, d), with the base's output weight and bias."""
+        """Compute the loss of N tokens from their hidden states (N, d) or, as the reference does, from logits (N, V)."""
+        if self.head is None:
+            loss, tau = language_model_loss(contexts, targets, self.loss_config, self.tempnet, num_targets=num_targets)
+            values = TokenValues.from_logits(contexts, targets, tau) if with_values else None
+            return LinearLoss(loss, tau, values, token_slopes(contexts, targets, tau, self.loss_config))
+        weight, bias = output_weight(self.base)  # after the body, which frees a tied weight under ZeRO-3
+        if isinstance(self.base, StoredBase):
+            contexts = contexts.to(weight.dtype)
         return linear_language_model_loss(
-            head.scaled(hidden),
+            self.head.scaled(contexts),
             weight,
             targets,
             self.loss_config,
             self.tempnet,
             vocab_size=self.vocab_size,
-            bias=bias if bias is None or head.scale == 1.0 else bias * head.scale,
-            soft_cap=head.soft_cap,
+            bias=bias if bias is None or self.head.scale == 1.0 else bias * self.head.scale,
+            soft_cap=self.head.soft_cap,
             num_targets=num_targets,
             with_values=with_values,
             matmul_dtype=self.autocast_dtype,
@@ -319,3 +304,29 @@ class TemperatureCausalLM(nn.Module):
         graph = torch.no_grad() if self.freeze_base else contextlib.nullcontext()
         with self._autocast(input_ids.device.type), graph:
             return part(input_ids=input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False)
+
+
+def compile_blocks(model: PreTrainedModel, *, backend: str = "inductor") -> int:
+    """Compile every transformer block in place by `torch.compile`, and return their number.
+
+    Names and types of the modules stay the same, so that checkpoints and exports do. The blocks share one graph, because
+    TorchDynamo takes the weights of a module as inputs: only the first block of the first step is compiled, once for training
+    and once for validation. Losses, embeddings and the output layer are not compiled: the losses have kernels of their own.
+
+    Args:
+        model: the model; its blocks are its largest `nn.ModuleList`.
+        backend: backend of `torch.compile`.
+
+    Raises:
+        ValueError: if the model has no list of blocks.
+    """
+    lists = [module for module in model.base_model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    if not lists:
+        raise ValueError(
+            f"a model of type {model.config.model_type!r} has no list of transformer blocks to compile: set "
+            "workers.compile = 'off'"
+        )
+    blocks = max(lists, key=lambda blocks: sum(parameter.numel() for parameter in blocks.parameters()))
+    for block in blocks:
+        block.compile(dynamic=False, backend=backend)
+    return len(blocks)

@@ -17,6 +17,7 @@ Shapes: n samples, S pixels per side of an image, t text tokens, d dimensions of
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import CLIPModel, PreTrainedModel
 
 from tempnet.base_model import base_digest
 from tempnet.models.batch_norm import synchronize_batch_norm
@@ -41,6 +42,7 @@ from tempnet.models.towers import (
     image_width,
     load_clip_towers,
     load_tower,
+    load_with_missing,
     projects_itself,
     read_config,
     text_features,
@@ -50,6 +52,7 @@ from tempnet.network import CONFIG_FILE, PAIRED_DIRECTORY, WEIGHTS_FILE, TempNet
 
 IMAGE_TEMPNET_DIRECTORY = f"{PAIRED_DIRECTORY}_image"
 TEXT_TEMPNET_DIRECTORY = f"{PAIRED_DIRECTORY}_text"
+TEMPERATURE_FILE = "training_temperature.json"
 
 
 class DualEncoder(nn.Module):
@@ -162,7 +165,10 @@ class DualEncoder(nn.Module):
             config,
             autocast_dtype=autocast_dtype,
         )
-        state = _read_tensors(directory / WEIGHTS_FILE)
+        try:
+            state = load_file(directory / WEIGHTS_FILE)
+        except SafetensorError as error:
+            raise ValueError(f"{directory / WEIGHTS_FILE} holds no tensors that can be read: {error}") from error
         shapes = {name: tuple(value.shape) for name, value in sorted(state.items())}
         expected = {name: tuple(encoder.get_parameter(name).shape) for name in encoder._projection_names()}
         if shapes != expected:
@@ -212,11 +218,7 @@ def read_sizes(source: str | Path) -> DualEncoderConfig:
 
 
 def encoder_digest(place: str) -> str:
-    """Return a digest of a dual encoder's weights and configurations, without tokenizer and TempNets.
-
-    Args:
-        place: local path, or the name of a CLIPModel on the hub, whose digest names its commit.
-    """
+    """Return a digest of weights and configurations of a dual encoder at a local path, or of a CLIPModel on the hub."""
     parts = ("", IMAGE_ENCODER_DIRECTORY, TEXT_ENCODER_DIRECTORY)
     return base_digest(place, parts=parts, configurations=(CONFIG_FILE, PREPROCESSOR_FILE))
 
@@ -227,11 +229,10 @@ def load_pair_tempnets(directory: str | Path) -> tuple[TempNet, TempNet]:
     Raises:
         FileNotFoundError: if one of them is missing; the message names its path.
     """
-    directory = Path(directory)
-    return (
-        TempNet.from_pretrained(directory / IMAGE_TEMPNET_DIRECTORY),
-        TempNet.from_pretrained(directory / TEXT_TEMPNET_DIRECTORY),
+    image, text = (
+        TempNet.from_pretrained(Path(directory) / name) for name in (IMAGE_TEMPNET_DIRECTORY, TEXT_TEMPNET_DIRECTORY)
     )
+    return image, text
 
 
 def _make_projection(encoder: nn.Module, width: int, config: DualEncoderConfig) -> nn.Module:
@@ -244,8 +245,35 @@ def _make_projection(encoder: nn.Module, width: int, config: DualEncoderConfig) 
     return nn.Identity()
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} holds no tensors that can be read: {error}") from error
+def save_training_temperature(directory: str | Path, tau: float) -> None:
+    """Write τ beside an exported dual encoder."""
+    (Path(directory) / TEMPERATURE_FILE).write_text(json.dumps({"tau": tau}) + "\n")
+
+
+def load_training_temperature(directory: str | Path) -> float | None:
+    """Return the constant τ that a dual encoder or a Transformers CLIPModel was trained at; None if it holds none.
+
+    A CLIPModel holds −log τ among its weights (`logit_scale`, Radford et al. 2021, section 2.5). A model whose temperatures
+    differ from sample to sample, or whose loss has none, holds none.
+
+    Raises:
+        ValueError: if the directory holds something else in its place, or τ is not positive and finite.
+    """
+    directory = Path(directory)
+    path = directory / TEMPERATURE_FILE
+    if path.is_file():
+        try:
+            tau = float(json.loads(path.read_text())["tau"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f'{path} is no JSON object {{"tau": number}}: {error}') from error
+        place = str(path)
+    elif (directory / IMAGE_ENCODER_DIRECTORY).is_dir() or read_config(directory).model_type != "clip":
+        return None
+    else:
+        clip, missing = load_with_missing(CLIPModel, directory)
+        if "logit_scale" in missing:
+            return None
+        tau, place = math.exp(-clip.logit_scale.item()), f"logit_scale of {directory}"
+    if not 0.0 < tau < math.inf:
+        raise ValueError(f"{place}: the temperature {tau:g} must be positive and finite")
+    return tau

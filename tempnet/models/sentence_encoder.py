@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -148,3 +149,27 @@ class SentenceEncoder(nn.Module):
             ValueError: if the source is not a text encoder; the message names the source.
         """
         return cls(load_tower(source, "text"), autocast_dtype=autocast_dtype)
+
+
+@contextmanager
+def last_hidden_states(
+    model: PreTrainedModel, narrow: Callable[[Tensor], Tensor] | None = None
+) -> Iterator[list[Tensor]]:
+    """Context in which every forward pass of a model with a head appends the last hidden states of its body to the list.
+
+    `narrow` selects the part of the hidden states that the head receives, so that the head is not computed for the others.
+    """
+    states: list[Tensor] = []
+
+    def pass_on(_module: nn.Module, _inputs: object, output: object) -> object:
+        hidden: Tensor = output["last_hidden_state"]  # type: ignore[index]
+        states.append(hidden)
+        if narrow is not None:
+            output["last_hidden_state"] = narrow(hidden)  # type: ignore[index]
+        return output
+
+    handle = model.base_model.register_forward_hook(pass_on)
+    try:
+        yield states
+    finally:
+        handle.remove()

@@ -23,8 +23,7 @@ from transformers import PreTrainedModel
 from tempnet.contrastive.losses import ContrastiveOutput
 from tempnet.contrastive.state import World
 from tempnet.contrastive.unimodal import UnimodalLoss
-from tempnet.models.bodies import last_hidden_states
-from tempnet.models.sentence_encoder import SentenceEncoder, mean_pooling
+from tempnet.models.sentence_encoder import SentenceEncoder, last_hidden_states, mean_pooling
 from tempnet.softmax.reference import IGNORE_INDEX
 
 

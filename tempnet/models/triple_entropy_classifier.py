@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tempnet.contrastive.state import World
-from tempnet.models.bodies import last_hidden_states
+from tempnet.models.sentence_encoder import last_hidden_states
 from tempnet.soft_triple import IGNORE_INDEX, SoftTriple, token_labels
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tempnet.models.stored_base import StoredBase
+from tempnet.models.output_head import StoredBase
 from tempnet.network import TempNet
 from tempnet.serving.hidden_from_logits import HiddenFromLogits
 

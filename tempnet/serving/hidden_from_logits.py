@@ -27,8 +27,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tempnet.loading import check_vocabulary
-from tempnet.models.output_head import OutputHead, find_output_head, output_weight
-from tempnet.models.stored_base import StoredBase
+from tempnet.models.output_head import OutputHead, StoredBase, find_output_head, output_weight
 from tempnet.network import TempNet
 from tempnet.weights import WeightFiles, check_weight
 

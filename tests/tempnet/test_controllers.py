@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tempnet.reward_leash import KLController, divergence_of_success
-from tempnet.rho_controller import RhoController
+from tempnet.controllers import KLController, RhoController, divergence_of_success
 
 LOG_K = math.log(2048)
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 from tempnet import distillation
-from tempnet.distillation import TeacherTemperature, distillation_loss, teacher_divergence
+from tempnet.distillation import DistilledCausalLM, TeacherTemperature, distillation_loss, teacher_divergence
 from tempnet.models.causal_lm import TemperatureCausalLM
-from tempnet.models.distilled_lm import DistilledCausalLM
 from tempnet.softmax.config import TemperatureLossConfig
 from tempnet.softmax.reference import IGNORE_INDEX
 
@@ -46,25 +45,25 @@ def test_loss_and_gradients_are_those_of_autograd_whatever_the_chunks(
     monkeypatch.setattr(distillation, "_NUM_LOGITS_PER_CHUNK", num_logits)
     contexts, of_teacher, weight, of_teacher_weight, targets = make_case(11)
     leaves = [contexts.clone().requires_grad_(), weight.clone().requires_grad_()]
-    result = distillation_loss(
+    loss, tau = distillation_loss(
         leaves[0], of_teacher, targets,
         student_logits=lambda rows: rows @ leaves[1].T, teacher_logits=lambda rows: rows @ of_teacher_weight.T,
         temperature=temperature, vocab_size=V,
     )  # fmt: skip
-    gradients = torch.autograd.grad(result.loss, leaves)
+    gradients = torch.autograd.grad(loss, leaves)
 
     whole = [contexts.clone().requires_grad_(), weight.clone().requires_grad_()]
-    p = torch.softmax(of_teacher @ of_teacher_weight.T / result.tau.unsqueeze(-1), -1)
+    p = torch.softmax(of_teacher @ of_teacher_weight.T / tau.unsqueeze(-1), -1)
     q = torch.softmax(whole[0] @ whole[1].T, -1)
     counts = targets != IGNORE_INDEX
     expected = ((p * (p / q).log()).sum(-1)[counts]).sum() / counts.sum()
-    assert float(result.loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-10)
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-10)
     for gradient, reference in zip(gradients, torch.autograd.grad(expected, whole), strict=True):
         torch.testing.assert_close(gradient, reference, rtol=1e-8, atol=1e-12)
     if temperature.rho is not None:
         assert entropy(p).tolist() == pytest.approx([2.5] * 11, abs=1e-5)
     else:
-        assert result.tau.tolist() == [temperature.tau] * 11
+        assert tau.tolist() == [temperature.tau] * 11
 
 
 def test_the_sum_is_divided_by_the_number_that_is_given() -> None:
@@ -75,7 +74,7 @@ def test_the_sum_is_divided_by_the_number_that_is_given() -> None:
             contexts, of_teacher, targets, student_logits=lambda rows: rows @ weight.T,
             teacher_logits=lambda rows: rows @ of_teacher_weight.T, temperature=TeacherTemperature(tau=1.0), vocab_size=V,
             num_targets=num_targets,
-        ).loss.item()  # fmt: skip
+        )[0].item()  # fmt: skip
 
     assert loss(targets) * 6 == pytest.approx(loss(targets, 12.0) * 12)
     assert loss(torch.full_like(targets, IGNORE_INDEX)) == 0.0

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from tempnet import best_constant_temperature, optimal_temperature, robust_loss
+from tempnet.baselines import compare_with_constants
 from tempnet.intervals import mean_interval, spearman_interval
-from tempnet.rivals import compare_with_constants
 from tempnet.statistics import TemperatureStatistics, TokenValues, spearman, token_statistics
 
 RHO, TAU_MIN, TAU_MAX = 1.5, 0.001, 2.0

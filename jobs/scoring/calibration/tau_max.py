@@ -18,8 +18,7 @@ from pipelines.storage import join
 from pipelines.text.tokenization import encode_prompt, load_tokenizer
 from tempnet.calibration import CalibrationError, Share, share_of_range, tau_max_for_mean
 from tempnet.devices import input_device
-from tempnet.generation_checks import end_ids
-from tempnet.inference import CachedFold, can_fold, generate
+from tempnet.inference import CachedFold, can_fold, end_ids, generate
 from tempnet.loading import find_tempnet, load_causal_lm
 from tempnet.network import TempNet
 

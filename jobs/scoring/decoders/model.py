@@ -18,7 +18,7 @@ from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.base_model import load_base
 from tempnet.decoders.rules import Rule, temper
-from tempnet.generation_checks import end_ids
+from tempnet.inference import end_ids
 from tempnet.models.output_head import find_output_head
 
 

@@ -29,7 +29,7 @@ from pipelines.text.blocks import block_arrays, read_rows
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.devices import input_device, move_base
 from tempnet.models.causal_lm import TemperatureCausalLM
-from tempnet.models.stored_base import HEAD_FILE, save_head
+from tempnet.models.output_head import HEAD_FILE, save_head
 from tempnet.softmax.config import TemperatureLossConfig
 
 

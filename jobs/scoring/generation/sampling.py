@@ -34,8 +34,7 @@ from jobs.scoring.generation.records import Key
 from pipelines.local_copy import local_copy
 from tempnet.base_model import load_base
 from tempnet.devices import input_device, move_base
-from tempnet.generation_checks import end_ids
-from tempnet.inference import CachedFold, attach, can_fold
+from tempnet.inference import CachedFold, attach, can_fold, end_ids
 from tempnet.loading import check_vocabulary
 from tempnet.network import TempNet
 from tempnet.precisions import loading_options

@@ -42,7 +42,7 @@ from jobs.tasks.base import naming_field
 from pipelines.images.prepare import PrepareImagesConfig, describe, prepare_images
 from pipelines.local_copy import local_copy
 from tempnet.headroom.run import HeadroomTest
-from tempnet.models.training_temperature import load_training_temperature
+from tempnet.models.dual_encoder import load_training_temperature
 
 PREPARED_DIRECTORY = "_prepared"
 FORMAT_VERSION = 1

@@ -28,8 +28,7 @@ from jobs.tasks.base import naming_field
 from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import document_start_id
 from tempnet.devices import input_device
-from tempnet.generation_checks import end_ids
-from tempnet.inference import CachedFold, attach, can_fold, record_hidden_states
+from tempnet.inference import CachedFold, attach, can_fold, end_ids, record_hidden_states
 from tempnet.network import TempNet
 
 # The builders of `datasets` that read local files.

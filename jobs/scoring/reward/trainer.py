@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from jobs.scoring.reward.plan import CONSTANTS, ROUNDS, RewardPlan, make_network, start_at
 from jobs.scoring.reward.rollouts import Answer, Order, RunOrders, Temperature, gain
 from pipelines.storage import exists, read_bytes, write_bytes
+from tempnet.controllers import KLController, divergence_of_success
 from tempnet.network import TempNet
-from tempnet.reward_leash import KLController, divergence_of_success
 
 Figures = dict[str, float]
 

@@ -6,8 +6,12 @@ from transformers import PreTrainedTokenizerFast
 
 from jobs.engine.export import open_export
 from tempnet.contrastive.losses import ContrastiveLoss
-from tempnet.models.dual_encoder import IMAGE_TEMPNET_DIRECTORY, TEXT_TEMPNET_DIRECTORY, DualEncoder
-from tempnet.models.training_temperature import save_training_temperature
+from tempnet.models.dual_encoder import (
+    IMAGE_TEMPNET_DIRECTORY,
+    TEXT_TEMPNET_DIRECTORY,
+    DualEncoder,
+    save_training_temperature,
+)
 
 
 def export_encoder(encoder: DualEncoder, loss: ContrastiveLoss, tokenizer: PreTrainedTokenizerFast, uri: str) -> None:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from jobs.tasks.dual_encoder.validation import HeldOut
+from tempnet.baselines import compare_with_constants
 from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.contrastive.losses import ContrastiveLoss, held_out_losses
 from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
-from tempnet.rivals import compare_with_constants
 from tempnet.statistics import histogram_of
 
 # Number of pairs on which predicted temperatures are compared with constants; the cost is quadratic in this number.
@@ -120,7 +120,7 @@ def rivals(image: Tensor, text: Tensor, owner: Tensor, tau: Tensor, config: Cont
         config: the training loss.
 
     Returns:
-        The figures of :func:`tempnet.rivals.compare_with_constants` for the loss of
+        The figures of :func:`tempnet.baselines.compare_with_constants` for the loss of
         :func:`tempnet.contrastive.losses.held_out_losses`, with the prefixes `image/` or `text/`, and `robust/` or
         `cross_entropy/` (the `objective` of the training loss); and `num_pairs`.
     """

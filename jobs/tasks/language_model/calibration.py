@@ -44,7 +44,7 @@ from tempnet.headroom.features import Tokens
 from tempnet.headroom.profile import Profiles
 from tempnet.headroom.run import run_headroom_test
 from tempnet.models.causal_lm import NUM_PROFILED_LOGITS, TemperatureCausalLM
-from tempnet.models.stored_base import HEAD_FILE, StoredBase
+from tempnet.models.output_head import HEAD_FILE, StoredBase
 from tempnet.softmax.config import TemperatureLossConfig
 
 CALIBRATION_FILE = "calibration.json"

@@ -20,7 +20,7 @@ from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.base_model import BaseReference
 from tempnet.models.causal_lm import TemperatureCausalLM
-from tempnet.models.stored_base import StoredBase
+from tempnet.models.output_head import StoredBase
 from tempnet.network import PAIRED_DIRECTORY, TempNet
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from jobs.engine.task import whole_shape
 from jobs.tasks.language_model.config import LanguageModelConfig
 from tempnet.models.causal_lm import TemperatureCausalLM
-from tempnet.models.stored_base import StoredBase
+from tempnet.models.output_head import StoredBase
 from tempnet.precisions import constant_weights
 
 

@@ -37,7 +37,7 @@ from pipelines.text.packing import IGNORE_INDEX
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.base_model import BaseReference
 from tempnet.models.causal_lm import TemperatureCausalLM
-from tempnet.models.stored_base import HEAD_FILE, StoredBase
+from tempnet.models.output_head import HEAD_FILE, StoredBase
 from tempnet.softmax.fold import FoldCache
 from tempnet.statistics import TemperatureStatistics
 

@@ -22,10 +22,10 @@ from pipelines.stream import Batch
 from pipelines.text.blocks import read_range, without_end
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import IGNORE_INDEX
+from tempnet.baselines import compare_sums, find_best_constant
 from tempnet.headroom.gains import DocumentSums
 from tempnet.headroom.profile import NUM_NODES, Profiles, num_nodes_down_to
-from tempnet.models.stored_base import to_bfloat16
-from tempnet.rivals import compare_sums, find_best_constant
+from tempnet.models.output_head import to_bfloat16
 from tempnet.softmax.config import TemperatureLossConfig
 from tempnet.statistics import TemperatureStatistics, spearman
 
@@ -247,7 +247,7 @@ def rivals(sums: LearnedSums, tau: Tensor, config: TemperatureLossConfig, vocab_
         vocab_size: V.
 
     Returns:
-        The figures of :func:`tempnet.rivals.compare_sums` with the prefix `cross_entropy/`, where the cross-entropy is
+        The figures of :func:`tempnet.baselines.compare_sums` with the prefix `cross_entropy/`, where the cross-entropy is
         that of logits/τ in nats per token, and, if the training loss is robust, `robust/`, too; `cross_entropy/tau_one_loss`,
         `num_tokens` and `num_documents`.
     """

@@ -19,11 +19,11 @@ from jobs.tasks.sentence_encoder.config import SentenceConfig
 from jobs.tasks.sentence_encoder.data import VALIDATION_SEED, read_documents, span_source
 from pipelines.stream import Batch
 from pipelines.text.manifest import Manifest
+from tempnet.baselines import compare_with_constants
 from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.contrastive.losses import held_out_losses
 from tempnet.contrastive.retrieval import recall
 from tempnet.models.temperature_sentence_encoder import IGNORE_INDEX, TemperatureSentenceEncoder
-from tempnet.rivals import compare_with_constants
 
 # Number of anchors on which predicted temperatures are compared with constants; the cost is quadratic in this number.
 _MAX_PAIRS_COMPARED = 2048
@@ -117,7 +117,7 @@ def rivals(sentences: Tensor, tau: Tensor, config: ContrastiveLossConfig, *, num
         num_anchors: A.
 
     Returns:
-        The figures of :func:`tempnet.rivals.compare_with_constants` for the loss of
+        The figures of :func:`tempnet.baselines.compare_with_constants` for the loss of
         :func:`tempnet.contrastive.losses.held_out_losses`, with the prefix `robust/` or `cross_entropy/` (the
         `objective` of the training loss), and `num_pairs`. All spans of a document form one group.
     """

@@ -28,7 +28,7 @@ from pipelines.text.blocks import BlockSource, read_range
 from pipelines.text.manifest import ArchiveEntry, Manifest, ShardEntry
 from pipelines.text.packing import PackingConfig, pack_documents
 from pipelines.text.tokenization import load_tokenizer, train_bpe
-from tempnet.models.stored_base import HEAD_FILE, StoredBase
+from tempnet.models.output_head import HEAD_FILE, StoredBase
 
 LENGTH, WIDTH = 16, 8
 CPU = torch.device("cpu")

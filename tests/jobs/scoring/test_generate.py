@@ -19,8 +19,7 @@ from jobs.scoring.generation.gsm8k import extract_answer, few_shot_prompt, gold_
 from jobs.scoring.generation.processors import EntropyRecorder, SeededDraw
 from jobs.scoring.generation.sampling import Request, Sampler
 from tempnet import TempNet
-from tempnet.generation_checks import end_ids
-from tempnet.inference import can_fold
+from tempnet.inference import can_fold, end_ids
 from tests.jobs.scoring.generation_support import PROMPTS, VOCABULARY, generate, read, write_prompts
 
 

@@ -33,7 +33,7 @@ from jobs.scoring.units import UnitStore
 from tempnet.headroom.features import Tokens
 from tempnet.headroom.run import HeadroomTest, run_headroom_test
 from tempnet.intervals import Interval
-from tempnet.models.training_temperature import save_training_temperature
+from tempnet.models.dual_encoder import save_training_temperature
 
 NUM_IMAGES, NUM_CAPTIONS, SIZE, TAU = 400, 1600, 6, 0.1
 

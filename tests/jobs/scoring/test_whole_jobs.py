@@ -52,8 +52,7 @@ from pipelines.storage import write_json
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.contrastive.retrieval import accuracy, class_embeddings, recall
 from tempnet.intervals import mean_interval
-from tempnet.models.dual_encoder import DualEncoder, load_pair_tempnets
-from tempnet.models.training_temperature import load_training_temperature
+from tempnet.models.dual_encoder import DualEncoder, load_pair_tempnets, load_training_temperature
 from tests.jobs.scoring.evaluation_cases import EXAMPLES
 
 Pairs = tuple[Path, list[np.ndarray], list[str], list[int]]

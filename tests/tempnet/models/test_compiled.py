@@ -9,8 +9,7 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
 
-from tempnet.models.causal_lm import TemperatureCausalLM
-from tempnet.models.compiled import compile_blocks
+from tempnet.models.causal_lm import TemperatureCausalLM, compile_blocks
 from tempnet.network import TempNet
 from tempnet.network_config import TempNetConfig
 from tempnet.softmax.config import TemperatureLossConfig

@@ -27,10 +27,11 @@ from tempnet.models.dual_encoder import (
     DualEncoder,
     DualEncoderConfig,
     load_pair_tempnets,
+    load_training_temperature,
+    save_training_temperature,
 )
 from tempnet.models.image_text_encoder import ImageTextEncoder
 from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
-from tempnet.models.training_temperature import load_training_temperature, save_training_temperature
 from tests.tempnet.models.tiny_towers import (
     IMAGE_SIZE,
     NUM_PAIRS,

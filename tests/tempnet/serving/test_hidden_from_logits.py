@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 
 from tempnet import TempNet, TempNetConfig
 from tempnet.inference import TemperatureLogitsProcessor, generate
-from tempnet.models.output_head import OutputHead
-from tempnet.models.stored_base import StoredBase
+from tempnet.models.output_head import OutputHead, StoredBase
 from tempnet.serving.batch import BatchTemperatures
 from tempnet.serving.hidden_from_logits import HiddenFromLogits, load_output_layer
 from tests.tempnet.tiny_language_models import PROMPTS, left_padded, make_base
