@@ -49,11 +49,7 @@ class BaseReference:
         (directory / BASE_FILE).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     def check(self, digest: str) -> None:
-        """Check that the model which is now at the path has the digest of the reference.
-
-        Raises:
-            ValueError: if it is another one; the message names the path and both digests.
-        """
+        """Raise ValueError, naming the path and both digests, if the model that is now at the path has another one."""
         if digest != self.digest:
             raise ValueError(
                 f"the base model {self.path} is not the one that its TempNet was trained on: its digest is {digest!r}, that "
@@ -62,11 +58,7 @@ class BaseReference:
 
 
 def read_reference(model: str | Path) -> BaseReference | None:
-    """Return the reference that an export at a local path holds; None if there is none.
-
-    Raises:
-        ValueError: if the file is damaged.
-    """
+    """Return the reference that an export at a local path holds, or None; a damaged file raises ValueError."""
     file = Path(model) / BASE_FILE
     if not file.is_file():
         return None
@@ -77,15 +69,11 @@ def read_reference(model: str | Path) -> BaseReference | None:
 
 
 def base_digest(place: str, *, parts: Sequence[str] = ("",), configurations: Collection[str] = ("config.json",)) -> str:
-    """Return the digest of a base model at a local path or under a hub name, for :class:`BaseReference`.
+    """Return the digest of a base model for :class:`BaseReference`: of a local directory or, by its commit, of a hub name.
 
-    The digest of a local directory is that of its configuration and its files of weights
-    (`tempnet.fingerprints.files_digest`), so it does not depend on the tokenizer or on the path.
-
-    Args:
-        place: local path or hub name.
-        parts: the directories that hold the files, relative to `place`; those that do not exist are left out.
-        configurations: names of the files that belong to the configuration.
+    That of a directory is the digest of its configuration and its files of weights (`tempnet.fingerprints.files_digest`), so
+    it does not depend on the tokenizer or on the path. `parts` are the directories that hold the files, relative to `place`;
+    those that do not exist are left out. `configurations` are the names of the files of the configuration.
     """
     if Path(place).is_dir():
         files = [
@@ -101,14 +89,10 @@ def base_digest(place: str, *, parts: Sequence[str] = ("",), configurations: Col
 
 
 def read_config(place: str | Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Return the configuration of a causal language model, without looking at its weights.
+    """Return the configuration of a causal language model at a local path or hub name, without looking at its weights.
 
     A composite model (text and images, as Gemma 3) is a causal language model, too; what belongs to its text is
     `get_text_config()` of its configuration.
-
-    Args:
-        place: local path or hub name.
-        trust_remote_code: whether Transformers may run code that comes with the model.
 
     Raises:
         ValueError: in one line, if there is no model, an adapter without its model, a model of another kind, or one whose
@@ -156,11 +140,9 @@ def _check_quantisation(place: str | Path, config: PretrainedConfig) -> None:
 
 
 def find_base(model: str | Path, *, fetch: Callable[[str], str] = str) -> tuple[str, str | None]:
-    """Return where the weights of a model are, a local path or a hub name, and the commit on the hub if it is fixed.
+    """Return where the weights of a model or export are, a local path or a hub name, and the commit if it is fixed.
 
-    Args:
-        model: local path or hub name of a model or an export; an export may only refer to its base model.
-        fetch: returns a local path for the URI of a base model; by default URIs are refused.
+    `fetch` returns a local path for the URI of a base model; by default URIs are refused.
 
     Raises:
         FileNotFoundError: if the base model that an export refers to is missing.
@@ -182,16 +164,14 @@ def find_base(model: str | Path, *, fetch: Callable[[str], str] = str) -> tuple[
 
 
 def load_base(model: str | Path, *, fetch: Callable[[str], str] = str, **options: Any) -> PreTrainedModel:
-    """Load a base model, or that of an export, and check its weights.
+    """Load a base model, or that of an export (:func:`find_base`), and check its weights.
 
-    Args:
-        model: local path or hub name.
-        fetch: see :func:`find_base`.
-        options: options of `AutoModelForCausalLM.from_pretrained`, such as `dtype`.
+    `options` are those of `AutoModelForCausalLM.from_pretrained`, such as `dtype`.
 
     Raises:
-        FileNotFoundError: see :func:`find_base`.
-        ValueError: also if weights are truncated, missing, of other shapes, or contain NaN.
+        FileNotFoundError, ValueError: see :func:`find_base`; also if weights are truncated, missing, of other shapes, or
+        contain
+            NaN.
     """
     place, revision = find_base(model, fetch=fetch)
     check_weight_files(place)

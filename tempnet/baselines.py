@@ -75,9 +75,8 @@ def compare_with_constants(
     """Compare as `compare_sums` does, from a function of the temperatures of all rows; without shuffled ones.
 
     Args:
-        losses: function from temperatures (...) to the losses of the same rows (...). As a function of one τ that is
-            common to all rows, the mean loss must have a single minimum. (The robust loss is convex in τ, a
-            cross-entropy in 1/τ.)
+        losses: function from temperatures (...) to the losses of the same rows (...). As a function of one τ, the mean loss
+            must have a single minimum. (The robust loss is convex in τ, a cross-entropy in 1/τ.)
         tau: (...) predicted temperatures.
         groups: (...) integers that identify the document, block or image that each row belongs to.
         tau_min, tau_max: range that is searched for the best constant.

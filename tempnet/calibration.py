@@ -57,16 +57,7 @@ class Calibration:
 def oracle_moments(
     rows: Rows, rhos: Sequence[float], tau_min: float, tau_max: float
 ) -> tuple[list[float], list[float], int]:
-    """Compute the mean and the standard deviation of τ*(ρ) over the sample for every ρ, in one pass over the sample.
-
-    Args:
-        rows: the sample.
-        rhos: values of ρ, in nats.
-        tau_min, tau_max: bounds τ₀ and τ_max of the optimal temperature.
-
-    Returns:
-        Means and standard deviations, one per ρ, and the number of contexts.
-    """
+    """Return mean and standard deviation of τ*(ρ) ∈ [τ₀, τ_max] over the sample for every ρ, and its number of contexts."""
     sums = torch.zeros(2, len(rhos), dtype=torch.float64)
     num_contexts = 0
     for logits in rows():
@@ -89,18 +80,10 @@ def calibrate_rho(
     shares: Sequence[float] = DEFAULT_SHARES,
     tolerance: float = 1e-3,
 ) -> Calibration:
-    """Find the ρ at which the mean τ* over the sample is `tau`.
+    """Find the ρ at which the mean τ* over the sample is `tau`, up to `tolerance`.
 
-    The curve of mean temperatures at `shares` gives a bracket. Inside it, the root is found by false position with the
-    Illinois rule, since the mean is continuous and decreasing in ρ.
-
-    Args:
-        rows: the sample.
-        vocab_size: V.
-        tau: desired mean temperature.
-        tau_min, tau_max: bounds τ₀ and τ_max of the optimal temperature.
-        shares: values of ρ for the curve, as ascending fractions of log V.
-        tolerance: largest accepted difference of the mean from `tau`.
+    The curve of mean temperatures at `shares`, ascending fractions of log V, gives a bracket. Inside it, the root is found by
+    false position with the Illinois rule, since the mean is continuous and decreasing in ρ. τ* lies in [τ₀, τ_max].
 
     Raises:
         CalibrationError: if `tau` is outside the range of means that the curve covers.
@@ -173,11 +156,6 @@ def share_of_range(tau: Tensor, config: TempNetConfig) -> Tensor:
 
 def tau_max_for_mean(config: TempNetConfig, mean_share: float, *, wanted: float) -> float:
     """Return the τ_max at which contexts of mean σ have the mean temperature `wanted`: τ₀ + (wanted − τ₀)/σ.
-
-    Args:
-        config: configuration of the network, which gives τ₀.
-        mean_share: mean σ of the contexts.
-        wanted: desired mean temperature.
 
     Raises:
         CalibrationError: if `wanted` is not above τ₀.

@@ -34,11 +34,7 @@ _NUM_LOGITS_PER_CHUNK = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherTemperature:
-    """The temperature of a teacher's predictions.
-
-    Raises:
-        ValueError: if neither ρ nor a positive τ is given, or both are.
-    """
+    """The temperature of a teacher's predictions: neither or both of ρ and a positive τ raise ValueError."""
 
     rho: float | None = None
     """ρ = log V − H₀ in nats: every prediction gets the entropy H₀. None: the temperature is constant."""
@@ -64,12 +60,9 @@ class TeacherTemperature:
 
 
 def teacher_divergence(student_logits: Tensor, teacher_logits: Tensor, tau: Tensor) -> Tensor:
-    """Return KL(softmax(z_T/τ) ‖ softmax(z_S)) in nats for every row (n,).
+    """Return KL(softmax(z_T/τ) ‖ softmax(z_S)) in nats for every row (n,), from z_S and z_T (n, V) and τ (n,).
 
-    Args:
-        student_logits: z_S (n, V).
-        teacher_logits: z_T (n, V); it gets no gradient.
-        tau: temperatures (n,) of the teacher.
+    The teacher's logits and temperatures get no gradient.
     """
     log_p = torch.log_softmax(teacher_logits.detach() / tau.detach().unsqueeze(-1), dim=-1)
     log_q = torch.log_softmax(student_logits, dim=-1)
@@ -90,11 +83,9 @@ def distillation_loss(
     """Compute the loss of N tokens, a chunk of logits at a time; the backward pass computes the student's logits again.
 
     Args:
-        student_contexts: (N, …) what the student computes its logits from.
-        teacher_contexts: (N, …) likewise for the teacher, without a graph.
+        student_contexts, teacher_contexts: (N, …) what each computes its logits from, the teacher's without a graph.
         targets: (N,) targets; tokens with IGNORE_INDEX do not count. The others' values have no influence.
-        student_logits: contexts (n, …) → logits (n, V) in float32.
-        teacher_logits: likewise for the teacher.
+        student_logits, teacher_logits: contexts (n, …) → logits (n, V) in float32.
         temperature: temperature of the teacher.
         vocab_size: V.
         num_targets: divisor of the sum; by default the number of tokens that count.
@@ -122,22 +113,11 @@ def distillation_loss(
 
 
 class DistilledCausalLM(TemperatureCausalLM):
-    """Causal language model `base` whose loss in training mode is KL(teacher at τ ‖ base), see `tempnet.distillation`.
+    """Causal language model `base`, the student, whose loss in training mode is KL(teacher at τ ‖ base).
 
-    In evaluation mode it is the cross-entropy at τ = 1. The teacher is not a submodule: it is neither trained nor saved, and
-    every process holds all of it.
-
-    Args:
-        base: the student.
-        teacher: a causal LM over the same tokens, which is frozen.
-        temperature: temperature of the teacher.
-        loss_config: the loss in evaluation mode, and ρ and the range of τ for statistics.
-        vocab_size: the effective vocabulary V.
-        attend_across_documents: whether a token may attend to the packed documents before its own.
-        autocast_dtype: dtype of the matrix products.
-
-    Raises:
-        ValueError: if the vocabularies do not fit together.
+    In evaluation mode it is the cross-entropy at τ = 1 (`loss_config`, which also gives ρ and the range of τ for statistics).
+    The teacher, a causal LM over the same tokens, is frozen and not a submodule: it is neither trained nor saved, and every
+    process holds all of it. The other arguments, and the errors, are those of `TemperatureCausalLM`.
     """
 
     def __init__(

@@ -51,15 +51,8 @@ def robust_loss(logits: Tensor, targets: Tensor, tau: Tensor | float, rho: float
 def scaled_cross_entropy(logits: Tensor, targets: Tensor, tau: Tensor | float) -> Tensor:
     """Return the cross-entropy of L/τ, logsumexp(L/τ) − L₊/τ, for every row; it is differentiable in logits and τ.
 
-    The gradient in the logits is (softmax(L/τ) − onehot(target))/τ; the gradient in τ is (H(p) − cross-entropy)/τ.
-
-    Args:
-        logits: (N, K) logits; −inf for entries that are not contrasts.
-        targets: (N,) int64, the index of the positive logit of every row.
-        tau: (N,) temperatures or one number, τ > 0.
-
-    Returns:
-        (N,) in float32, or float64 for float64 logits; inf where the positive logit is −inf.
+    The gradient in the logits is (softmax(L/τ) − onehot(target))/τ; the gradient in τ is (H(p) − cross-entropy)/τ. Arguments
+    and result are those of :func:`robust_loss`; it is inf where the positive logit is −inf.
     """
     log_partition, positive, tau = _partition_and_positive(logits, targets, tau)
     return log_partition - positive / tau
@@ -68,12 +61,7 @@ def scaled_cross_entropy(logits: Tensor, targets: Tensor, tau: Tensor | float) -
 def temperature_derivatives(logits: Tensor, tau: Tensor | float, rho: float) -> tuple[Tensor, Tensor]:
     """Return the first and second derivatives of the robust loss in τ, each (N,): H(p) − log K + ρ and Var_p[L]/τ³.
 
-    The second one equals the paper's (1/τ)·Var_p[L/τ] (TempNet Eq. 11).
-
-    Args:
-        logits: (N, K) logits; −inf for entries that are not contrasts.
-        tau: (N,) temperatures or one number, τ > 0.
-        rho: radius ρ of the KL ball, in nats.
+    The second one equals the paper's (1/τ)·Var_p[L/τ] (TempNet Eq. 11). The arguments are those of :func:`robust_loss`.
     """
     shifted = shift_by_maximum(logits)
     tau = torch.as_tensor(tau, dtype=shifted.dtype, device=shifted.device).expand(shifted.shape[:-1])

@@ -71,12 +71,7 @@ class TemperatureLogitsProcessor(LogitsProcessor):
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return scores/τ, with −inf for padding beyond V.
-
-        Args:
-            input_ids: (B, T) tokens so far.
-            scores: (B, V or more) scores of the next token.
-        """
+        """Return the scores (B, V or more) of the next token divided by τ, with −inf for padding beyond V."""
         tau = self._read(scores[:, : self.vocab_size]) if self._temperatures is None else self._temperatures()
         self.steps.append(tau)
         scores = scores / tau.to(scores.dtype).unsqueeze(-1)
@@ -161,21 +156,13 @@ def generate(base: PreTrainedModel, tempnet: TempNet, *, fold: CachedFold | None
 class CachedFold:
     """Computes τ from the hidden state with W1·W and WᵀW, which are built once; the weights must not change afterwards.
 
-    With L = W h: W1 L = (W1 W) h and ‖L‖² = hᵀ(WᵀW)h (see `tempnet.softmax.fold`); for the input shift `mean`, the
-    mean row of W is subtracted first. The matrices are built in float32 from weights of any dtype. The caller must
-    make sure that the model's logits are W h (`can_fold`).
-
-    Raises:
-        ValueError: if the TempNet has no transform, or reads L − max L.
+    With L = W h: W1 L = (W1 W) h and ‖L‖² = hᵀ(WᵀW)h (see `tempnet.softmax.fold`); for the input shift `mean`, the mean
+    row of W is subtracted first. The matrices are built in float32 from the output weight (V or more, d) in any dtype,
+    whose rows beyond V are ignored. The caller must make sure that the model's logits are W h (`can_fold`). The TempNet
+    is put into eval mode; one without a transform, or that reads L − max L, raises ValueError.
     """
 
     def __init__(self, weight: Tensor, tempnet: TempNet) -> None:
-        """Build the matrices.
-
-        Args:
-            weight: output weight (V or more, d); rows beyond the effective vocabulary are ignored.
-            tempnet: the temperature network, which is put into eval mode.
-        """
         if not can_fold_network(tempnet):
             raise ValueError(
                 "this TempNet has no transform layer, or input_shift = 'max': it cannot be folded; use "
@@ -211,11 +198,7 @@ class CachedFold:
 
     @classmethod
     def of(cls, base: PreTrainedModel, tempnet: TempNet) -> CachedFold:
-        """Build the fold of a model's output weight.
-
-        Raises:
-            ValueError: if τ cannot be computed from the hidden state (see :func:`can_fold`).
-        """
+        """Build the fold of a model's output weight; where τ needs the logits, ValueError is raised."""
         if not can_fold(base, tempnet):
             raise ValueError(
                 "τ cannot be computed from the hidden state: the logits of this model are not W h (an output bias, a "
@@ -228,8 +211,8 @@ class CachedFold:
 class Attached:
     """TempNet that is attached to a model by hooks and remembers the τ of the last position of the last forward pass.
 
-    It is a context manager; leaving the context removes the hooks. Inside the context `base.generate` refuses settings
-    and prompts that do not go with a TempNet, if its processor is among the logits processors of the call.
+    It is a context manager, which removes the hooks in the end. Inside the context `base.generate` refuses settings and
+    prompts that do not go with a TempNet, if its processor is among the logits processors of the call.
     """
 
     def __init__(self, base: PreTrainedModel, tempnet: TempNet) -> None:
@@ -338,10 +321,9 @@ def _as_set(ids: int | list[int] | None) -> set[int]:
 
 
 def check_generation(config: GenerationConfig, assistant_model: PreTrainedModel | None = None) -> None:
-    """Reject settings of `generate()` under which a TempNet would have no effect or a wrong one.
+    """Raise ValueError for settings of `generate()` under which a TempNet would have no effect or a wrong one.
 
-    Raises:
-        ValueError: if a setting is unsuitable; the message names the setting, its value and what to do.
+    The message names the setting, its value and what to do.
     """
     if not config.do_sample:
         raise ValueError(
@@ -407,11 +389,7 @@ def check_prompts(
 
 
 def check_call(base: PreTrainedModel, inputs: Tensor | None, options: dict[str, Any]) -> None:
-    """Check a call `base.generate(inputs, **options)` in the form in which `generate()` will see it.
-
-    Raises:
-        ValueError: see :func:`check_generation` and :func:`check_prompts`.
-    """
+    """Check a call `base.generate(inputs, **options)` in the form in which `generate()` will see it."""
     options = dict(options)
     config: GenerationConfig = copy.deepcopy(options.pop("generation_config", None) or base.generation_config)
     config.update(**base.generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)

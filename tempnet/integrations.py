@@ -25,17 +25,10 @@ from tempnet.softmax.reference import IGNORE_INDEX, language_model_loss
 class TrainerLoss:
     """Language-model loss for `transformers.Trainer(model, compute_loss_func=TrainerLoss(model, tempnet, config))`.
 
-    The TempNet becomes the submodule `tempnet` of the model, so that the trainer's optimizer, precision and checkpoints
-    include it; save it by itself with `model.tempnet.save_pretrained(directory + "/tempnet")`. The logits are materialised:
-    `jobs.train_lm` computes the same loss without them.
-
-    Args:
-        model: a causal language model of Transformers.
-        tempnet: a TempNet on its logits; its `input_size` is the effective vocabulary V.
-        config: the loss, such as `TemperatureLossConfig(name="proper", rho=0.0)`.
-
-    Raises:
-        ValueError: if the TempNet reads something other than logits.
+    The TempNet, which must read logits (else ValueError) and whose `input_size` is the effective vocabulary V, becomes the
+    submodule `tempnet` of the causal language model, so that the trainer's optimizer, precision and checkpoints include it;
+    save it by itself with `model.tempnet.save_pretrained(directory + "/tempnet")`. The logits are materialised:
+    `jobs.train_lm` computes the same loss, such as `TemperatureLossConfig(name="proper", rho=0.0)`, without them.
     """
 
     def __init__(self, model: nn.Module, tempnet: TempNet, config: TemperatureLossConfig) -> None:
@@ -61,14 +54,9 @@ class TrainerLoss:
 class SentencePairLoss(nn.Module):
     """Contrastive loss of (anchor, positive) pairs for `sentence_transformers.SentenceTransformerTrainer`.
 
-    Every loss of `tempnet.contrastive.config` but cyclip. Those that keep a state per sample (sogclr, isogclr, tempnet) read
-    the sample's id from the data set's column `label`.
-
-    Args:
-        model: a `SentenceTransformer`.
-        config: the loss.
-        num_samples: number N of training pairs, for the losses with a state per sample.
-        tempnet: the network of a loss with a TempNet; by default a new one for the model's embeddings.
+    It is any loss of `tempnet.contrastive.config` but cyclip. Those that keep a state per sample (sogclr, isogclr,
+    tempnet) need `num_samples`, the number N of training pairs, and read the sample's id from the data set's column
+    `label`. A loss with a TempNet makes a new one for the embeddings of the `SentenceTransformer`, unless one is given.
     """
 
     def __init__(
@@ -90,8 +78,7 @@ class SentencePairLoss(nn.Module):
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """Return the loss of a batch of two columns, anchors and positives; `labels` (B,) are the ids of its samples.
 
-        Raises:
-            ValueError: if there are not two columns, or the loss keeps a state per sample and there are no ids.
+        Another number of columns, or missing ids for a loss with a state per sample, raise ValueError.
         """
         embeddings = [F.normalize(self.model(column)["sentence_embedding"], dim=-1) for column in sentence_features]
         if len(embeddings) != 2:
@@ -109,12 +96,8 @@ class ClipLoss(nn.Module):
     """Contrastive loss between images and texts with the signature of `open_clip.ClipLoss`.
 
     `logit_scale` is not used: the temperature is that of the loss, whose parameters belong into the optimizer. With several
-    processes, average the gradients (as DistributedDataParallel does); all ranks' samples are negatives of each other.
-
-    Args:
-        config: the loss (`tempnet.contrastive.config`).
-        embedding_size: dimension d, for the losses with TempNets.
-        num_samples: number N of training pairs, for the losses with a state per sample.
+    processes, average the gradients (as DistributedDataParallel does); all ranks' samples are negatives of each other. Losses
+    with TempNets need `embedding_size` d, those with a state per sample `num_samples`, the number N of training pairs.
     """
 
     def __init__(
@@ -141,16 +124,10 @@ class ClipLoss(nn.Module):
         *,
         ids: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """Return the loss of a batch, or `{"contrastive_loss": loss}`.
+        """Return the loss of a batch of unit vectors (B, d), or `{"contrastive_loss": loss}` with `output_dict`.
 
-        Args:
-            image_features, text_features: (B, d) unit vectors.
-            logit_scale, logit_bias: accepted, and not used.
-            output_dict: whether to return a dictionary.
-            ids: (B,) int64 ids of the samples in [0, N), for the losses with a state per sample.
-
-        Raises:
-            ValueError: if the loss keeps a state per sample and there are no ids.
+        Losses with a state per sample need `ids` (B,), int64 in [0, N), else ValueError is raised. `logit_scale` and
+        `logit_bias` are not used.
         """
         ids = _ids(self.loss.config, ids, image_features)
         loss = self.loss(image_features, text_features, ids, ids, gamma=self.loss.config.gamma)["loss"]
@@ -163,11 +140,7 @@ def new_tempnet(config: ContrastiveLossConfig, dim: int) -> TempNet:
 
 
 def new_state(config: ContrastiveLossConfig, num_samples: int | None, world: World) -> SampleState | None:
-    """Return a new state for N samples, or None for a loss that keeps none.
-
-    Raises:
-        ValueError: if the loss keeps a state and the number of samples is not given.
-    """
+    """Return a new state for N samples, or None for a loss that keeps none; a missing N raises ValueError."""
     if not config.state_columns:
         return None
     if num_samples is None:

@@ -48,14 +48,9 @@ class Interval(NamedTuple):
 
 
 def mean_interval(values: Values, groups: Tensor | None = None) -> Interval:
-    """Return the mean of values (...) with its interval.
+    """Return the mean of values (...) with its interval; no values raise ValueError.
 
-    Args:
-        values: the values.
-        groups: (...) integers; values of different groups are independent. None: each value is a group of its own.
-
-    Raises:
-        ValueError: if there are no values.
+    Values of different groups, (...) integers, are independent; without groups each value is a group of its own.
     """
     flat = torch.as_tensor(values, dtype=torch.float64).flatten()
     if not len(flat):
@@ -104,13 +99,10 @@ def jackknife(statistic: Callable[[Tensor], Tensor], groups: Tensor) -> Interval
 
 
 def spearman_interval(x: Tensor, y: Tensor) -> Interval:
-    """Return Spearman's rank correlation of two samples (N,) with its interval.
+    """Return Spearman's rank correlation of two samples (N,) with its interval; N < 4 raises ValueError.
 
     The interval is that of Fisher's z = artanh r with the standard error √((1 + r²/2)/(N − 3)) (Bonett and Wright, 2000,
     Psychometrika 65), carried back to r; of its two ends the one farther from r counts.
-
-    Raises:
-        ValueError: if there are fewer than 4 values.
     """
     if len(x) < 4:
         raise ValueError(f"a rank correlation with an interval needs 4 values, not {len(x)}")

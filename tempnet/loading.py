@@ -101,8 +101,7 @@ def load_tempnet(source: str | Path, *, head: PublishedHead | None = None) -> Te
 def find_tempnet(source: str | Path) -> Path | None:
     """Return the local directory that `TempNet.save_pretrained` wrote (the source, or `tempnet/` in it), or None.
 
-    Raises:
-        FileNotFoundError: if its configuration is there without its weights.
+    A configuration without its weights raises FileNotFoundError.
     """
     for directory in (Path(source), Path(source) / PAIRED_DIRECTORY):
         if _is_ours(directory / CONFIG_FILE):
@@ -113,9 +112,7 @@ def find_tempnet(source: str | Path) -> Path | None:
 
 
 def released_tempnet(state: Mapping[str, Tensor], *, head: PublishedHead | None = None) -> TempNet:
-    """Create a network of the `released` configuration from the tensors of a published file.
-
-    The sizes are inferred from the shapes of the tensors.
+    """Create a network of the `released` configuration from the tensors of a published file, whose shapes give the sizes.
 
     Args:
         state: the tensors by name, with or without the prefix `tempnet.`.
@@ -149,11 +146,7 @@ def released_tempnet(state: Mapping[str, Tensor], *, head: PublishedHead | None 
 
 
 def _published_head(state: Mapping[str, Tensor], vocab_size: int) -> PublishedHead:
-    """Infer which head published tensors belong to.
-
-    Raises:
-        ValueError: if the tensors do not determine it.
-    """
+    """Infer which head published tensors belong to; where they do not determine it, raise ValueError."""
     if vocab_size in _GPT2_VOCABULARIES:
         return "gpt2"
     if vocab_size == _LLAMA_VOCABULARY and state["scaler"].ndim == 1:
@@ -207,9 +200,8 @@ def load_causal_lm(
 def check_vocabulary(base: PreTrainedModel | StoredBase, tempnet: TempNet) -> None:
     """Check that a TempNet can read the logits of a base model; additional logits of the model are treated as padding.
 
-    Raises:
-        ValueError: if the TempNet reads embeddings, or the base model has fewer logits than the TempNet reads; the
-            message names both numbers.
+    A TempNet on embeddings or on other hidden states, and fewer logits than the TempNet reads, raise ValueError, which names
+    both numbers.
     """
     if tempnet.config.kind == "embeddings":
         raise ValueError("the TempNet reads embeddings, not the logits of a language model")
@@ -227,11 +219,7 @@ def check_vocabulary(base: PreTrainedModel | StoredBase, tempnet: TempNet) -> No
 
 
 def _autodeco_tempnet(source: str | Path, config: dict[str, Any], find: Callable[[str], Path | None]) -> TempNet:
-    """Return the temperature head of an AutoDeco checkpoint as a TempNet.
-
-    Raises:
-        ValueError: if the checkpoint has no trained temperature head, or one of another form.
-    """
+    """Return the temperature head of an AutoDeco checkpoint as a TempNet; without one of this form raise ValueError."""
     if not config.get("enable_temperature_head", config.get("train_temp", True)):
         raise ValueError(f"{source}: AutoDeco trained no temperature head there, and its top-p head alone gives no τ")
     state = _released_state(find, _AUTODECO_FILES, _AUTODECO_PREFIX)
@@ -271,10 +259,8 @@ def _released_state(
 ) -> dict[str, Tensor]:
     """Return the tensors of a published network, or an empty dictionary if there are none.
 
-    Args:
-        find: function that returns the local path of a file by its name, or None if there is no such file.
-        files: names of files that hold the network alone.
-        prefix: what the names of its tensors begin with, in the weights of a whole model.
+    `find` returns the local path of a file by its name, or None; `files` may hold the network alone. In the weights of a
+    whole model, the names of its tensors begin with `prefix`.
     """
     for name in files:
         if (path := find(name)) is not None:
@@ -296,11 +282,7 @@ def _released_state(
 
 
 def _read(path: Path, prefix: str = "") -> dict[str, Tensor]:
-    """Read the tensors of a file whose names begin with the prefix.
-
-    Raises:
-        ValueError: if the file does not hold named tensors.
-    """
+    """Read the tensors of a file whose names begin with the prefix; a file without named tensors raises ValueError."""
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:

@@ -198,11 +198,8 @@ class TempNet(nn.Module):
     def init_prototypes(self, embeddings: Tensor) -> None:
         """Set the prototypes (columns of W2) to the transformed embeddings of d2 randomly chosen training samples.
 
-        Args:
-            embeddings: (d2, d0) L2-normalised embeddings of this network's own modality (TempNet Appendix D.1).
-
-        Raises:
-            ValueError: if the network does not read embeddings or has no projection, or the shape is wrong.
+        The embeddings (d2, d0) are unit vectors of this network's own modality (TempNet Appendix D.1). Another shape, and
+        a network that does not read embeddings or has no projection, raise ValueError.
         """
         if self.config.kind != "embeddings" or self.projection is None:
             raise ValueError("init_prototypes is for a TempNet on embeddings with a projection layer")

@@ -55,12 +55,9 @@ class TempNetOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TempNetConfig(TempNetOptions):
-    """Input, output range, sizes and ablation switches of a TempNet.
+    """Input, output range, sizes and ablation switches of a TempNet; :meth:`for_logits` and others have the papers' defaults.
 
-    :meth:`for_logits` and :meth:`for_embeddings` create configurations with the papers' defaults for each kind.
-
-    Raises:
-        ValueError: if a field is outside its range, or fields contradict each other.
+    A field outside its range, or fields that contradict each other, raise ValueError.
     """
 
     kind: Literal["logits", "embeddings", "hidden", "both"]
@@ -149,11 +146,7 @@ class TempNetConfig(TempNetOptions):
     def for_logits(cls, vocab_size: int, *, rho: float = 10.0, tau_max: float = 2.0, **changes: Any) -> TempNetConfig:
         """Return the configuration of a TempNet on the logits of a language model (TempNet §6.1: ρ = 10, τ_max = 2).
 
-        Args:
-            vocab_size: *effective* vocabulary of the model, without padding.
-            rho: ρ of the robust loss, in nats.
-            tau_max: upper end τ_max of the output range.
-            changes: values of other fields.
+        `vocab_size` is the *effective* vocabulary of the model, without padding, and ρ is in nats.
         """
         return cls(kind="logits", input_size=vocab_size, **{"rho": rho, "tau_max": tau_max, **changes})
 
@@ -168,15 +161,9 @@ class TempNetConfig(TempNetOptions):
         tau_max: float = 2.0,
         **changes: Any,
     ) -> TempNetConfig:
-        """Return the configuration of a TempNet on the hidden state of a language model, with its logits or without.
+        """Return the configuration of a TempNet on hidden states of dimension d, with the logits or without.
 
-        Args:
-            vocab_size: *effective* vocabulary of the model, without padding.
-            state_size: dimension d of the hidden state.
-            with_logits: whether the network reads the logits too.
-            rho: ρ of the robust loss, in nats.
-            tau_max: upper end τ_max of the output range.
-            changes: values of other fields.
+        `vocab_size` is the *effective* vocabulary of the model, without padding, and ρ is in nats.
         """
         kind: Literal["both", "hidden"] = "both" if with_logits else "hidden"
         fields = {"rho": rho, "tau_max": tau_max, **changes}
@@ -188,12 +175,8 @@ class TempNetConfig(TempNetOptions):
     ) -> TempNetConfig:
         """Return the configuration of the authors' networks: projection with bias, dropout, no 1/ρ (so ρ is unused).
 
-        Args:
-            vocab_size: effective vocabulary of the base model.
-            head: "llama2" for the published LLaMA-2-Chat networks, with τ in (0.01, 1.2), on logits minus their
-                maximum; "llama1" with τ in (0.01, 2) or "gpt2" with τ in (0.5, 5), both on raw logits.
-            hidden_size: d1.
-            num_prototypes: d2.
+        The head is "llama2" for the published LLaMA-2-Chat networks, with τ in (0.01, 1.2), on logits minus their maximum;
+        "llama1" with τ in (0.01, 2) or "gpt2" with τ in (0.5, 5), both on raw logits.
         """
         return cls.for_logits(
             vocab_size,
@@ -207,12 +190,5 @@ class TempNetConfig(TempNetOptions):
 
     @classmethod
     def for_embeddings(cls, dim: int, *, rho: float = 8.0, tau_max: float = 0.05, **changes: Any) -> TempNetConfig:
-        """Return the configuration of a TempNet on L2-normalised embeddings (TempNet §6.2: ρ ≈ 8, τ_max = 0.05).
-
-        Args:
-            dim: dimension of the embeddings.
-            rho: ρ of the robust loss, in nats.
-            tau_max: upper end τ_max of the output range.
-            changes: values of other fields.
-        """
+        """Return the configuration of a TempNet on L2-normalised embeddings (TempNet §6.2: ρ ≈ 8 nats, τ_max = 0.05)."""
         return cls(kind="embeddings", input_size=dim, **{"rho": rho, "tau_max": tau_max, "phi_init": 0.01, **changes})

@@ -98,10 +98,8 @@ def temperature_curve(
 ) -> TemperatureCurve:
     """Compute the mean and the standard deviation of τ* over the rows of `logits` (N, K) for every ρ.
 
-    The mean decreases strictly in ρ as long as some row has its optimum inside (τ₀, τ_max).
-
-    Raises:
-        ValueError: for the reasons given at :func:`optimal_temperature`.
+    The mean decreases strictly in ρ as long as some row has its optimum inside (τ₀, τ_max). Errors are those of
+    :func:`optimal_temperature`.
     """
     solved = [optimal_temperature(logits, rho, tau_min, tau_max).double() for rho in rhos]
     log_k = log_num_contrasts(logits, torch.float64).mean().item()
@@ -116,11 +114,8 @@ def temperature_curve(
 def best_constant_temperature(logits: Tensor, rho: float, tau_min: float = 0.001, tau_max: float = 2.0) -> float:
     """Return the single τ in [τ₀, τ_max] that minimises the *mean* robust loss over all rows: a baseline for TempNet.
 
-    The mean of convex functions is convex, so the root of its derivative (mean entropy − log K + ρ) is found by
-    bisection in log τ.
-
-    Raises:
-        ValueError: if ρ is infeasible, or a row contains NaN, +inf or nothing but −inf.
+    The mean of convex functions is convex, so the root of its derivative (mean entropy − log K + ρ) is found by bisection in
+    log τ. Errors are those of :func:`optimal_temperature`.
     """
     shifted, targets = _shift_checked(logits.reshape(-1, logits.shape[-1]), rho)
     target = targets.double().mean().item()
@@ -180,13 +175,7 @@ def _solve(logits: Tensor, rho: float, tau_min: float, tau_max: float, tolerance
 def _shift_checked(logits: Tensor, rho: float, first_row: int = 0) -> tuple[Tensor, Tensor]:
     """Return the shifted rows (n, V) and their target entropies log K − ρ (n,).
 
-    Args:
-        logits: (n, V).
-        rho: ρ, in nats.
-        first_row: number of the first row, for error messages.
-
-    Raises:
-        ValueError: if a row has no finite maximum, or ρ is infeasible for the K of a row.
+    A row without a finite maximum, which the message numbers from `first_row`, and an infeasible ρ raise ValueError.
     """
     is_bad = ~logits.amax(-1).isfinite()
     if bool(is_bad.any()):

@@ -22,13 +22,9 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def loading_options(precision: torch.dtype | str) -> dict[str, Any]:
-    """Return the options of `from_pretrained` that load a model in a precision.
+    """Return the options of `from_pretrained` that load a model in a precision: a dtype, its name, fp32, bf16, int8 or fp8.
 
-    Args:
-        precision: a dtype, its name, fp32, bf16, int8 or fp8.
-
-    Raises:
-        ValueError: if it is unknown, or torchao is needed and is not installed.
+    An unknown one, or one that needs torchao where that is not installed, raises ValueError.
     """
     if precision not in EIGHT_BITS:
         dtype = _DTYPES.get(precision, getattr(torch, precision, None)) if isinstance(precision, str) else precision
@@ -81,8 +77,7 @@ def constant_weights(model: nn.Module) -> Iterator[Tensor]:
 def check_precision(model: nn.Module, source: object) -> None:
     """Check that a model has weights in eight bits if it was loaded so; GPT-2's layers, for example, are not linear ones.
 
-    Raises:
-        ValueError: naming the source and the kind of the model.
+    Else ValueError is raised, which names the source and the kind of the model.
     """
     # A model that somebody else has quantised otherwise is loaded as it is.
     wanted = getattr(getattr(model, "config", None), "quantization_config", None)

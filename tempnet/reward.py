@@ -49,13 +49,9 @@ class TokenStatistics:
 
 @torch.no_grad()
 def token_statistics(logits: Tensor, tokens: Tensor, tau: Tensor, reference: float = 1.0) -> TokenStatistics:
-    """Compute the statistics of tokens that were drawn at given temperatures, in float32 at least.
+    """Compute the statistics of tokens a (...) that were drawn from logits z (..., V) at τ (...), in float32 at least.
 
-    Args:
-        logits: (..., V) logits z of the base model.
-        tokens: (...) indices a of the tokens that were drawn.
-        tau: (...) temperatures τ > 0.
-        reference: c > 0, the constant temperature that the divergence is measured from.
+    `reference` is c > 0, the constant temperature that the divergence is measured from.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     logits = logits - logits.amax(-1, keepdim=True)  # no probability changes, and βz cannot overflow
@@ -74,11 +70,8 @@ def token_statistics(logits: Tensor, tokens: Tensor, tau: Tensor, reference: flo
 def surrogate_loss(tau: Tensor, statistics: TokenStatistics, advantages: Tensor, kl_weight: float) -> Tensor:
     """Return a scalar whose gradient in τ is that of −Σ (advantage·log p_β(a) − λ·KL); its value means nothing.
 
-    Args:
-        tau: (...) temperatures with a graph; 1 or any positive number where there is no token.
-        statistics: statistics of the tokens at these temperatures.
-        advantages: (...) advantage of every token; 0 where there is none.
-        kl_weight: λ. Tokens without a place in the text must have a `kl_slope` of 0 (:func:`mask_statistics`).
+    It takes temperatures (...) with a graph, positive also where there is no token, the statistics of the tokens at them, the
+    advantages (...) and λ. Where there is no token, advantage and `kl_slope` are 0 (:func:`mask_statistics`).
     """
     slope = kl_weight * statistics.kl_slope - advantages * statistics.score
     return (slope.detach() * (1.0 / tau)).sum()
@@ -92,13 +85,9 @@ def mask_statistics(statistics: TokenStatistics, mask: Tensor) -> TokenStatistic
 
 
 def leave_one_out(values: Tensor) -> Tensor:
-    """Return every value of a group less the mean of the others, over the first dimension.
+    """Return every value (G, ...) of a group less the mean of the others.
 
-    Args:
-        values: (G, ...) values of the G texts of a group.
-
-    Returns:
-        (G, ...) differences; 0 for a group of one text, from which nothing can be learned.
+    The differences are 0 for a group of one text, from which nothing can be learned.
     """
     size = len(values)
     if size < 2:
@@ -107,18 +96,11 @@ def leave_one_out(values: Tensor) -> Tensor:
 
 
 def distinct_advantages(rewards: Tensor, answers: Sequence[Hashable]) -> Tensor:
-    """Return the advantages for the sum of the best rewards of the distinct answers of a group.
+    """Return the advantages (G,) for the sum of the best rewards of the distinct answers of a group, from rewards R ≥ 0 (G,).
 
     Text i adds m_i = max(0, R_i − the best R of the same answer among the others) to the sum. Since what the others are
     worth without i is not changed by i, m_i is an unbiased reward for i. Its baseline is the mean of what each other text
     adds to the group without i, which is not changed by i either.
-
-    Args:
-        rewards: (G,) rewards R ≥ 0.
-        answers: what is the same for texts that count once.
-
-    Returns:
-        (G,) advantages in the dtype of the rewards.
     """
     own = rewards.new_zeros(len(answers))
     baseline = rewards.new_zeros(len(answers))
@@ -153,13 +135,8 @@ def distinct_reward(rewards: Sequence[float], answers: Sequence[Hashable]) -> fl
 def token_advantages(advantages: Tensor, kl: Tensor, kl_weight: float) -> Tensor:
     """Return the advantage of every token: that of its text, less λ times the divergence of the tokens after it.
 
-    Args:
-        advantages: (G,) advantages of the texts of one group.
-        kl: (G, T) divergence of every token, 0 after the end of its text.
-        kl_weight: λ.
-
-    Returns:
-        (G, T) A_i − λ·(Σ_{s>t} KL_is − the mean of the same over the other texts of the group).
+    From the advantages A (G,) of one group and the divergences KL (G, T), which are 0 after the end of a text, it is
+    A_i − λ·(Σ_{s>t} KL_is − the mean of the same over the other texts of the group): (G, T).
     """
     to_go = kl.flip(-1).cumsum(-1).flip(-1) - kl
     return advantages.unsqueeze(-1) - kl_weight * leave_one_out(to_go)

@@ -10,15 +10,7 @@ import math
 
 
 def rho_from_target_entropy(target_entropy: float, num_contrasts: int) -> float:
-    """Return ρ = log K − H for a target entropy H in nats, 0 < H ≤ log K.
-
-    Args:
-        target_entropy: H.
-        num_contrasts: K.
-
-    Raises:
-        ValueError: if H is outside (0, log K]; no feasible ρ corresponds to such an entropy.
-    """
+    """Return ρ = log K − H for a target entropy H in nats; H outside (0, log K] raises ValueError."""
     log_k = math.log(num_contrasts)
     if not 0.0 < target_entropy <= log_k:
         raise ValueError(
@@ -31,28 +23,16 @@ def rho_from_target_entropy(target_entropy: float, num_contrasts: int) -> float:
 def target_entropy_from_rho(rho: float, num_contrasts: int) -> float:
     """Return H = log K − ρ in nats, the entropy of softmax(L/τ*) at an interior optimum τ*.
 
-    Args:
-        rho: ρ, in nats.
-        num_contrasts: K.
-
-    Raises:
-        ValueError: if ρ is infeasible, see :func:`check_rho`.
+    An infeasible ρ raises ValueError, see :func:`check_rho`.
     """
     check_rho(rho, num_contrasts)
     return math.log(num_contrasts) - rho
 
 
 def check_rho(rho: float, num_contrasts: int) -> None:
-    """Reject a ρ outside [0, log K).
+    """Raise ValueError for a ρ outside [0, log K); the message names ρ, K, the allowed range and what to choose.
 
     At or above log K the constraint is never active, and every temperature would go to its lower bound.
-
-    Args:
-        rho: ρ, in nats.
-        num_contrasts: K.
-
-    Raises:
-        ValueError: if ρ is infeasible; the message names ρ, K, the allowed range and what to choose.
     """
     log_k = math.log(num_contrasts)
     if not 0.0 <= rho < log_k:

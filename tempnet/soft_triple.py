@@ -49,11 +49,7 @@ class SoftTripleOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftTripleConfig(SoftTripleOptions):
-    """Settings of the loss; the defaults are the best ones of the paper (TripleEntropy, Table 1).
-
-    Raises:
-        ValueError: if a field is outside its range; the message names the field.
-    """
+    """Settings of the loss; a field outside its range raises ValueError, which names it."""
 
     regularizer: float = 0.0
     """Weight of the regulariser R; if 0, R is not computed."""
@@ -74,13 +70,7 @@ class SoftTripleConfig(SoftTripleOptions):
 class SoftTriple(nn.Module):
     """Module that computes ℓ + weight·R; its parameter is the tensor of all centres (C, K, d).
 
-    Args:
-        embedding_size: dimension d of the vectors.
-        num_classes: number C of classes, at least 2.
-        config: settings of the loss.
-
-    Raises:
-        ValueError: if there are fewer than two classes.
+    Fewer than two classes raise ValueError.
     """
 
     def __init__(self, embedding_size: int, num_classes: int, config: SoftTripleConfig) -> None:
@@ -99,12 +89,8 @@ class SoftTriple(nn.Module):
     def token_loss(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Return ℓ, a scalar; it is 0 if every label is ignored.
 
-        Args:
-            embeddings: (…, d) vectors, which are normalised here and must not be 0.
-            labels: (…) int64 in [0, C), or -100 for vectors that are not counted, such as those of padding.
-
-        Raises:
-            ValueError: if a label is out of range; the message names it.
+        The vectors (…, d) are normalised here and must not be 0. The labels (…) are int64 in [0, C), others raise
+        ValueError, or -100 for vectors that are not counted, such as those of padding.
         """
         num_classes = len(self.centers)
         is_counted = labels != IGNORE_INDEX
@@ -153,12 +139,10 @@ def center_regularizer(centers: Tensor) -> Tensor:
 
 
 def token_labels(labels: Tensor, attention_mask: Tensor, *, with_padding: bool = False) -> Tensor:
-    """Return labels (b, t) of tokens: each token has the label of its sentence, and padding has -100.
+    """Return labels (b, t) of tokens: each token has the label (b,) of its sentence, and padding has -100.
 
-    Args:
-        labels: (b,) labels of the sentences.
-        attention_mask: (b, t), 1 for tokens and 0 for padding.
-        with_padding: whether padding has the label of the sentence too, as in the authors' code.
+    The mask (b, t) is 1 for tokens and 0 for padding. With `with_padding`, padding has the label of the sentence too, as in
+    the authors' code.
     """
     every = labels[:, None].expand(attention_mask.shape)
     return every if with_padding else every.masked_fill(attention_mask == 0, IGNORE_INDEX)

@@ -44,9 +44,7 @@ _SCALARS = (
 class TemperatureStatistics:
     """Sums over tokens. `sums` may be added to that of another object, or all-reduced in place.
 
-    Args:
-        sums: float64 vector of the scalars in _SCALARS, followed by the histogram of τ.
-        tau_min, tau_max: range [τ₀, τ_max] of the histogram.
+    They are a float64 vector of the scalars in _SCALARS, followed by the histogram of τ over [τ₀, τ_max].
     """
 
     __slots__ = ("sums", "tau_max", "tau_min")
@@ -128,13 +126,10 @@ def token_statistics(
         values: (N,) each, cross-entropies and entropies of the tokens.
         targets: (N,) int64, IGNORE_INDEX for tokens that are not counted.
         tau: (N,) temperatures of the tokens.
-        vocab_size: V.
-        rho: ρ of the robust loss, in nats.
+        vocab_size, rho: V, and ρ of the robust loss in nats.
         tau_min, tau_max: range of the histogram and of the oracle.
         oracle_rows: (N,) bool, n valid tokens for which the optimal temperature τ* and the regret f(z, τ) − f(z, τ*) are
-            computed too; None: none.
-        oracle_logits: (n, V) logits of these tokens.
-        oracle: function that computes τ*.
+            computed too, from their logits, `oracle_logits` (n, V), by `oracle`; None: none.
     """
     statistics = TemperatureStatistics.zeros(tau_min, tau_max, tau.device)
     is_valid = targets != IGNORE_INDEX

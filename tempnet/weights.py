@@ -28,15 +28,10 @@ _WRAPPERS = ("_orig_mod.", "module.")
 
 
 def check_weight_files(source: str | Path) -> None:
-    """Reject truncated, corrupt or missing files of weights. Only headers and file sizes are read.
+    """Raise ValueError for truncated, corrupt or missing files of weights, which it names; only headers and sizes are read.
 
-    Args:
-        source: a directory, in which every `*.safetensors` file is checked, or one such file; anything else, such as
-            a hub name, is ignored.
-
-    Raises:
-        ValueError: if a file is truncated or corrupt, or an index names a file that is not beside the others; the message
-            names the file.
+    The source is a directory, in which every `*.safetensors` file is checked, together with what an index names, or one such
+    file; anything else, such as a hub name, is ignored.
     """
     path = Path(source)
     for index in sorted(path.glob("*.safetensors.index.json")) if path.is_dir() else []:
@@ -60,15 +55,8 @@ def load_with_report(model_class: Any, source: str | Path, **options: Any) -> tu
     """Load a Transformers model; return it with the names of weights that have random values, and of those not used.
 
     A weight has random values if it is missing or has another shape. If all names begin with what a wrapper has put there
-    (`_orig_mod.`, `module.`), it is taken off, and said.
-
-    Args:
-        model_class: class with `from_pretrained`.
-        source: local path or hub name.
-        options: further options of `from_pretrained`.
-
-    Raises:
-        ValueError: if weights are pickled objects other than tensors.
+    (`_orig_mod.`, `module.`), it is taken off, and said. Pickled objects other than tensors raise ValueError. `options` are
+    those of `from_pretrained`.
     """
     if wrapper := _wrapper_of(source):
         logger.warning("%s: the names of all weights begin with %r, which is taken off", source, wrapper)
@@ -92,14 +80,8 @@ def load_with_report(model_class: Any, source: str | Path, **options: Any) -> tu
 def load_fitting(model_class: Any, source: str | Path, *, may_replace_head: bool = False, **options: Any) -> Any:
     """Load a Transformers model, and reject weights that do not fit it, in whose place it would have random ones.
 
-    Args:
-        model_class: class with `from_pretrained`.
-        source: local path or hub name.
-        may_replace_head: whether what lies beside the model's body may be new, as where a task begins with a body.
-        options: further options of `from_pretrained`.
-
-    Raises:
-        ValueError: if weights are missing, or have other shapes; the message names some of them.
+    With `may_replace_head`, what lies beside the model's body may be new, as where a task begins with a body. `options` are
+    those of `from_pretrained`. Missing weights, or some of other shapes, raise ValueError, which names some of them.
     """
     model, random, unknown = load_with_report(model_class, source, **options)
     body = f"{model.base_model_prefix}."
@@ -142,12 +124,8 @@ def _read_index(index: Path) -> dict[str, str]:
 def check_weights(module: nn.Module, source: str | Path) -> None:
     """Reject a model whose weights contain NaN, since every logit and every temperature would then be NaN as well.
 
-    Args:
-        module: the loaded model, which may be spread over devices; parameters that have no data are not checked.
-        source: where the model was loaded from, for the error message.
-
-    Raises:
-        ValueError: if a parameter contains NaN; the message names the first one and how many of its values are NaN.
+    The model may be spread over devices; parameters without data are not checked. The ValueError names the source, the first
+    parameter with NaN, and how many of its values are NaN.
     """
     for name, parameter in module.named_parameters():
         check_weight(name, parameter, source)
@@ -170,10 +148,7 @@ def check_weight(name: str, weight: Tensor, source: str | Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFiles:
-    """The safetensors files of a model, from which single weights are read.
-
-    A weight is read without keeping its file in memory.
-    """
+    """The safetensors files of a model, from which single weights are read without keeping their file in memory."""
 
     directory: Path
     files: Mapping[str, str]
@@ -181,11 +156,7 @@ class WeightFiles:
 
     @classmethod
     def find(cls, source: str | Path) -> WeightFiles | None:
-        """Return the files of a model in a local directory, or None if it has no safetensors files.
-
-        Raises:
-            ValueError: if the index is damaged; the message names it.
-        """
+        """Return the files of a model in a local directory, or None if it has none; a damaged index raises ValueError."""
         directory = Path(source)
         index, single = directory / f"{_SINGLE_FILE}.index.json", directory / _SINGLE_FILE
         if index.is_file():
@@ -202,11 +173,7 @@ class WeightFiles:
         return weight
 
     def read_into(self, name: str, target: Tensor) -> None:
-        """Copy a weight to a tensor of its shape, which may have another dtype.
-
-        Raises:
-            ValueError: if the weight contains NaN.
-        """
+        """Copy a weight to a tensor of its shape, which may have another dtype; NaN raises ValueError."""
         with safe_open(self.directory / self.files[name], framework="pt") as file:
             target.copy_(file.get_tensor(name))
         check_weight(name, target, self.directory)

@@ -84,8 +84,7 @@ class ContrastiveOptions:
 class ContrastiveLossConfig(ContrastiveOptions):
     """Configuration of one contrastive loss; :meth:`for_name` uses the papers' temperatures.
 
-    Raises:
-        ValueError: if a field is outside its range, or fields contradict each other.
+    A field outside its range, or fields that contradict each other, raise ValueError.
     """
 
     name: str = "tempnet"
@@ -131,14 +130,10 @@ class ContrastiveLossConfig(ContrastiveOptions):
 
     @classmethod
     def for_name(cls, name: str, **changes: Any) -> ContrastiveLossConfig:
-        """Return the configuration of a loss with the papers' temperatures.
+        """Return the configuration of a loss with the papers' temperatures and changes of other fields (None: the default).
 
         For in-batch losses τ starts at 0.07 and stays in [0.01, 1]; for global losses it starts at 0.01 and stays in
         [0.001, 0.05].
-
-        Args:
-            name: name of the loss, one of LOSS_KINDS.
-            changes: values of other fields; None stands for the default.
         """
         kind = LOSS_KINDS.get(name)
         clip = {"tau": 0.07, "tau_min": 0.01, "tau_max": 1.0} if kind and kind.normaliser == "in_batch" else {}
@@ -152,9 +147,9 @@ class ContrastiveLossConfig(ContrastiveOptions):
 
     @property
     def state_columns(self) -> dict[str, float]:
-        """Names of the values that the loss stores per sample and modality, with their initial values.
+        """Names of the values that the loss stores per sample and modality, with initial values; none if it is in-batch.
 
-        In-batch losses store nothing. A temperature that the caller must fill in starts as NaN.
+        A temperature that the caller must fill in starts as NaN.
         """
         columns = {"log_u": -math.inf} if self.kind.normaliser == "global" else {}
         if self.kind.temperature == "per_sample":
@@ -177,15 +172,10 @@ def gamma_at(config: ContrastiveLossConfig, step: int, num_steps: int) -> float:
 
 
 def check_negatives(config: ContrastiveLossConfig, batch_size: int, num_samples: int) -> None:
-    """Reject a global batch without negatives, and a ρ that is infeasible for the number of contrasts.
+    """Reject a global batch of B pairs without negatives, and a ρ that is infeasible for N training pairs.
 
     The moving averages of a global loss estimate a mean over all N samples, so the number of contrasts is N − 1, not
     the B − 1 of a batch.
-
-    Args:
-        config: the loss.
-        batch_size: number B of pairs in the global batch, over all ranks.
-        num_samples: number N of training pairs.
 
     Raises:
         ValueError: if B < 2 or ρ is infeasible; in the latter case the message names ρ, log(N − 1) and what to choose.

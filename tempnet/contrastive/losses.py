@@ -153,13 +153,10 @@ def contrastive_losses(
     *,
     gammas: Sequence[float],
 ) -> list[ContrastiveOutput]:
-    """Compute several losses of one batch as :meth:`ContrastiveLoss.forward` does each, with the similarities of the batch
-    computed once for all.
+    """Compute several losses of one batch as :meth:`ContrastiveLoss.forward` does each, with the similarities computed once.
 
-    Args:
-        losses: the losses, each with networks and state of its own; either all or none of them are without a temperature.
-        image, text, ids, image_ids: see :meth:`ContrastiveLoss.forward`.
-        gammas: γ of the moving average of every loss.
+    The losses have networks and state of their own, and γ of their own; either all or none of them are without a
+    temperature.
     """
     world = losses[0].world
     # At least float32 is needed: in bfloat16, exp(similarity/τ) at τ = 0.005 is off by a factor of two.
@@ -256,14 +253,7 @@ class _ClampReturning(torch.autograd.Function):
 def momentum_step(
     tau: Tensor, momentum: Tensor, gradient: Tensor, config: ContrastiveLossConfig
 ) -> tuple[Tensor, Tensor]:
-    """Return τ and m after a step of isogclr: m ← (1−β)m + β·clip(G, ±5), then τ ← Π[τ − η·m].
-
-    Args:
-        tau: (2, B) temperatures τ.
-        momentum: (2, B) momenta m.
-        gradient: (2, B) gradients G.
-        config: gives the momentum weight β, the step size η and the range [τ₀, τ_max] that Π clamps to.
-    """
+    """Return τ and m, (2, B) each, after a step of isogclr: m ← (1−β)m + β·clip(G, ±5), then τ ← Π[τ − η·m]."""
     beta = config.tau_momentum
     clipped = gradient.clamp(-_LARGEST_GRADIENT, _LARGEST_GRADIENT)
     momentum = (1.0 - beta) * momentum + beta * clipped

@@ -51,34 +51,22 @@ class Normalised:
 
 
 class Repeats:
-    """Groups the entries of a batch that have the same id, to average over them.
-
-    Args:
-        ids: (B,) ids of the entries.
-    """
+    """Groups the entries of a batch that have the same id (B,), to average over them."""
 
     def __init__(self, ids: Tensor) -> None:
         unique, self.inverse = torch.unique(ids, return_inverse=True)
         self.num_unique = len(unique)
 
     def mean(self, values: Tensor, counts: Tensor) -> Tensor:
-        """Replace each value by the mean over all entries of its id.
+        """Replace each of the values (2, B) by the mean over those entries of its id that `counts` (B,) includes.
 
-        Args:
-            values: (2, B).
-            counts: (B,) bool, which entries are included in the means.
-
-        Returns:
-            (2, B); 0 for an id none of whose entries is included.
+        The result is 0 for an id none of whose entries is included.
         """
         sums = self._sum_by_id(torch.where(counts, values, 0.0))
         return (sums / self._sum_by_id(counts.to(values.dtype).expand_as(values)).clamp(min=1.0))[:, self.inverse]
 
     def log_mean_exp(self, values: Tensor, counts: Tensor) -> Tensor:
-        """Replace each value by log(mean(exp(values))) over all entries of its id; included values must be finite.
-
-        The arguments are those of :meth:`mean`. The result (2, B) is −inf for an id none of whose entries is included.
-        """
+        """Replace values by log(mean(exp(values))), as :meth:`mean` does by the mean; −inf where no entry is included."""
         index = self.inverse.expand_as(values)
         lowest = values.new_full((len(values), self.num_unique), -torch.inf)
         top = lowest.scatter_reduce(1, index, torch.where(counts, values, -torch.inf), "amax")[:, self.inverse]
@@ -108,13 +96,11 @@ def moving_average(
     """Normalise by the moving averages u, and update these.
 
     Args:
-        log_sums: (2, B) ℓ.
-        tau: (2, B) τ.
+        log_sums, tau: (2, B) ℓ and τ.
         num_negatives: (B,) n.
         log_u: (2, B) log u before this batch, −inf for a sample on its first visit.
         repeats: the entries of the batch, grouped by id.
-        gamma: γ, in (0, 1].
-        rho: ρ, in nats.
+        gamma, rho: γ, in (0, 1], and ρ in nats.
     """
     has_negatives = num_negatives > 0
     log_num = num_negatives.clamp(min=1).to(log_sums.dtype).log()

@@ -91,11 +91,8 @@ class World:
 class SampleState:
     """Named float32 columns with two values (image, text) for each of N samples, sharded over the ranks.
 
-    Args:
-        num_samples: number N of samples; ids are 0 … N − 1.
-        columns: names of the columns with their initial values (`ContrastiveLossConfig.state_columns`).
-        world: the ranks that share the samples; by default only this process.
-        device: device of the columns.
+    The ids are 0 … N − 1; `columns` are the names with their initial values (`ContrastiveLossConfig.state_columns`). By
+    default there is only this process.
     """
 
     def __init__(
@@ -119,11 +116,7 @@ class SampleState:
         return sum(column.nbytes for column in self.columns.values())
 
     def read(self, ids: Tensor) -> dict[str, Tensor]:
-        """Return the values (2, B) of every column for ids (B,), which must be the same on every rank.
-
-        Raises:
-            ValueError: if an id is not in [0, N); the message names the id and N.
-        """
+        """Return the values (2, B) of every column for ids (B,), equal on all ranks; ids outside [0, N) raise ValueError."""
         low, high = (int(bound) for bound in torch.aminmax(ids))
         if low < 0 or high >= self.num_samples:
             raise ValueError(
@@ -144,11 +137,7 @@ class SampleState:
             column[:, slots] = value[:, is_owned].to(column.dtype)
 
     def fill(self, name: str, table: Tensor) -> None:
-        """Set a column of all samples from a table (2, N), which every rank must have.
-
-        Raises:
-            ValueError: if the table has another shape, or entries that are not positive numbers.
-        """
+        """Set a column of all samples from a table (2, N) of positive numbers (else ValueError), which every rank has."""
         expected = (NUM_MODALITIES, self.num_samples)
         if tuple(table.shape) != expected:
             raise ValueError(f"the table of {name} has shape {tuple(table.shape)}, {expected} is needed")

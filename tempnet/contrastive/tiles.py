@@ -132,15 +132,10 @@ class _Tile(NamedTuple):
 
 
 class SimilarityTiles:
-    """The two passes over the similarities S.
+    """The two passes over the similarities S, of this rank's images (b, d) with all texts (B, d).
 
-    Args:
-        image: (b, d) embeddings of this rank's images.
-        text: (B, d) embeddings of all texts.
-        pairs: entries that are not negatives.
-        tile_size: maximum side of a tile; memory holds four buffers of tile_size² numbers. None: a size that suits
-            the device.
-        is_artanh: whether f is 2·artanh instead of the identity.
+    `pairs` are the entries that are not negatives; `is_artanh` says whether f is 2·artanh. Memory holds four buffers of
+    tile_size² numbers; None: a size that suits the device.
     """
 
     def __init__(
@@ -152,13 +147,9 @@ class SimilarityTiles:
         self.buffers = image.new_empty(4, min(tile_size, len(image)) * min(tile_size, len(text)))
 
     def logsumexp(self, row_scale: Tensor, column_scale: Tensor) -> tuple[LogSums, LogSums]:
-        """Pass 1: return log Σ exp(S·scale) over the negatives of every row and of every column.
+        """Pass 1: return log Σ exp(S·scale) over the negatives of every row and of every column, for 1/τ (K, b) and (K, B).
 
         The sums of the columns are only over this rank's rows.
-
-        Args:
-            row_scale: (K, b) 1/τ of the image anchors.
-            column_scale: (K, B) 1/τ of the text anchors.
         """
         row_sums, column_sums = (
             LogSums(torch.full_like(scale[0], -torch.inf), torch.full_like(scale, -torch.inf))
@@ -181,13 +172,7 @@ class SimilarityTiles:
     def gradients(
         self, rows: Weighting, columns: Weighting, *, with_image: bool, with_text: bool, with_products: bool
     ) -> TileGradients:
-        """Pass 2: return the gradients for the weights of the rows and of the columns.
-
-        Args:
-            rows: weights of the negatives of the image anchors: (K, b).
-            columns: weights of the negatives of the text anchors: (K, B).
-            with_image, with_text, with_products: which results to compute.
-        """
+        """Pass 2: return the gradients for the weights of the rows (K, b) and of the columns (K, B)."""
         assert not (self.is_artanh and with_products), "a loss without a temperature has no gradient in it"
         count = len(rows.scale)
         image_grad = self.image.new_zeros(count, *self.image.shape) if with_image else None

@@ -28,17 +28,9 @@ from tempnet.network import TempNet
 class UnimodalLoss(nn.Module):
     """Contrastive loss between anchors and positives of one modality; both members of a pair share one TempNet.
 
-    See also `tempnet.contrastive.losses.ContrastiveLoss`.
-
-    Args:
-        config: configuration of the loss; cyclip is not possible, because its cyclic terms compare two modalities.
-        tempnet: the network, required for losses with a TempNet and not allowed for others.
-        state: per-sample state, required for losses that store values per sample and not allowed for others. A sample
-            is a document, no matter how many of its spans are in a batch.
-        world: the ranks that share a batch; by default only this process.
-
-    Raises:
-        ValueError: if the loss is cyclip, or network or state are missing or superfluous.
+    The arguments are those of `tempnet.contrastive.losses.ContrastiveLoss`. A sample of the state is a document, no
+    matter how many of its spans are in a batch. Cyclip is not possible, because its cyclic terms compare two modalities:
+    it raises ValueError, as do a network or a state that is missing or superfluous.
     """
 
     def __init__(

@@ -50,12 +50,7 @@ class Prediction(NamedTuple):
 
 
 class AutoDecoHeads(nn.Module):
-    """The two heads.
-
-    Args:
-        hidden_size: d.
-        width: number of hidden units of each head.
-    """
+    """The two heads, for hidden states of dimension d, each with `width` hidden units."""
 
     def __init__(self, hidden_size: int, width: int = _WIDTH) -> None:
         super().__init__()
@@ -79,10 +74,7 @@ class AutoDecoHeads(nn.Module):
 def soft_top_p(log_probabilities: Tensor, share: Tensor, steepness: float = STEEPNESS) -> Tensor:
     """Return p̃ (…, V), top-p with a mask that decays exponentially beyond P; differentiable in p and P.
 
-    Args:
-        log_probabilities: (…, V) log p.
-        share: (…,) P.
-        steepness: α.
+    It takes log p (…, V), P (…,) and α.
     """
     ordered, order = log_probabilities.sort(dim=-1, descending=True, stable=True)
     log_mask = -steepness * torch.relu(ordered.exp().cumsum(-1) - share.unsqueeze(-1))
@@ -96,12 +88,8 @@ def autodeco_loss(
 ) -> Tensor:
     """Return the training loss of the heads, a scalar; the formula is in the docstring of this module.
 
-    Args:
-        heads: the heads.
-        logits: (N, V) logits of the frozen base.
-        hidden: (N, d) hidden states.
-        targets: (N,) tokens of the text.
-        generator: what the tokens that are left out are drawn by.
+    It takes the frozen base's logits (N, V) and hidden states (N, d), the tokens of the text (N,), and the generator that the
+    tokens which are left out are drawn by.
     """
     logits = logits.detach().float()
     tau, share = heads(logits, hidden)
@@ -118,35 +106,24 @@ def autodeco_loss(
 
 
 class AutoDeco(Rule):
-    """Draws by top-p with the predicted P at the predicted τ.
-
-    Args:
-        heads: the trained heads.
-        name: what tables call them.
-    """
+    """Draws by top-p with the predicted P at the predicted τ of trained heads; tables call them `name`."""
 
     def __init__(self, heads: AutoDecoHeads, name: str = "AutoDeco") -> None:
         self.heads, self.name = heads.eval(), name
 
     @property
     def label(self) -> str:
-        """The given name."""
         return self.name
 
     @torch.no_grad()
     def predict(self, logits: Tensor, hidden: Tensor | None) -> Prediction:
-        """Return τ and P, each (…,).
-
-        Raises:
-            ValueError: if there are no hidden states.
-        """
+        """Return τ and P, each (…,); without hidden states ValueError is raised."""
         if hidden is None:
             raise ValueError(f"{self.name} reads hidden states, and only logits are known here")
         tau, share = self.heads(logits, hidden)
         return Prediction(tau.clamp(min=_LEAST_TAU), share)
 
     def log_probabilities(self, logits: Tensor, hidden: Tensor | None = None, state: Tensor | None = None) -> Tensor:
-        """See :meth:`Rule.log_probabilities`."""
         tau, share = self.predict(logits, hidden)
         whole = temper(logits, tau)
         return keep_only(whole, nucleus(whole, share))

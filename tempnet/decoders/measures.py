@@ -173,11 +173,7 @@ def _bleu_of_matches(matches: Sequence[int], length: int, reference_lengths: Seq
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Return 1 − C(n − c, k)/C(n, k), the share of the sets of k of n samples that hold a correct one.
-
-    Raises:
-        ValueError: if 1 ≤ k ≤ n or 0 ≤ c ≤ n does not hold.
-    """
+    """Return 1 − C(n − c, k)/C(n, k), the share of the sets of k of n samples that hold one of the c correct ones."""
     if not 1 <= k <= num_samples:
         raise ValueError(f"k = {k} must lie in 1 … {num_samples}, the number of samples")
     if not 0 <= num_correct <= num_samples:

@@ -2,7 +2,7 @@
 
     ConstantTemperature   τ                                             the best constant and MeanShift are such rules
     EntropyTemperature    τ = T₀·.8^(θ/H), H the entropy at τ = 1 in nats       EDT, Zhang et al., arXiv 2403.14541
-    EntropyRange          τ = low + (high − low)·(H/log V)^e                    llama.cpp's dynamic temperature
+    EntropyRange          τ = low + (high − low)·(H/log K)^e                    llama.cpp's dynamic temperature
     PredictedTemperature  c·τ(x) of a TempNet, c = 1 unless another level is wanted (as τ_max at inference: TempNet, §6.4)
     Warped                a warper of Transformers at some τ: top-p, min-p, top-k, typical, ε, top-H
     TopNSigma             the tokens with z ≥ max z − n·σ, σ the standard deviation of z   Tang et al., arXiv 2411.07641
@@ -18,7 +18,8 @@ begins with μ at twice the target and takes the surprise under q, in bits; the 
 A rule has no side effects. What it remembers of a text (mirostat its bound) is a state with one entry per text, which the
 caller passes on, so that texts can be decoded together, one after another, or scored against given tokens.
 
-Shapes: … any leading dimensions, such as B texts or N tokens; T tokens of one text; V vocabulary; d hidden size; M pool.
+Shapes: … any leading dimensions, such as B texts or N tokens; T tokens of one text; V vocabulary, of which K tokens are not
+banned; d hidden size; M pool.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from tempnet.dro import at_least_float32
 from tempnet.network import TempNet
 
 # Smallest temperature that logits are divided by. Below it only the largest logits have a probability in float32.
@@ -93,13 +95,8 @@ def teacher_forced(
 
 
 def temper(logits: Tensor, tau: Tensor | float) -> Tensor:
-    """Return log softmax(z/τ) (…, V) in float32 at least; τ below 1e-6 counts as 1e-6.
-
-    Args:
-        logits: (…, V).
-        tau: (…,) temperatures, or one for all rows.
-    """
-    z = logits if logits.dtype == torch.float64 else logits.float()
+    """Return log softmax(z/τ) (…, V) in float32 at least, for τ (…,) or one for all rows; τ below 1e-6 counts as 1e-6."""
+    z = at_least_float32(logits)
     divisor = torch.as_tensor(tau, dtype=z.dtype, device=z.device).clamp(min=_LEAST_TAU)
     # The maximum is subtracted first, so that a small τ overflows to −inf and never to +inf.
     return torch.log_softmax((z - z.amax(-1, keepdim=True)) / divisor.unsqueeze(-1), dim=-1)
@@ -136,7 +133,6 @@ class Temperature(Rule):
         """Return τ (…,) in float32; the arguments are those of :meth:`log_probabilities`."""
 
     def log_probabilities(self, logits: Tensor, hidden: Tensor | None = None, state: Tensor | None = None) -> Tensor:
-        """Return log softmax(z/τ) (…, V); see :meth:`Rule.log_probabilities`."""
         return temper(logits, self.temperatures(logits, hidden))
 
 
@@ -148,11 +144,9 @@ class ConstantTemperature(Temperature):
 
     @property
     def label(self) -> str:
-        """Name and temperature."""
         return f"τ = {self.tau:.3g}"
 
     def temperatures(self, logits: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Return τ for every row."""
         return torch.full(logits.shape[:-1], self.tau, device=logits.device)
 
 
@@ -167,18 +161,16 @@ class EntropyTemperature(Temperature):
 
     @property
     def label(self) -> str:
-        """Name and parameters."""
         return f"EDT, T₀ {self.highest:.3g}, θ {self.theta:.3g}"
 
     def temperatures(self, logits: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Return τ, 0 where the entropy is 0."""
         nats = entropy(temper(logits, 1.0)).float().clamp(min=0.0)
         return self.highest * torch.exp(math.log(_EDT_BASE) * self.theta / nats)
 
 
 @dataclass(frozen=True, slots=True)
 class EntropyRange(Temperature):
-    """llama.cpp's dynamic temperature: τ rises from `low` to `high` with a power of the entropy relative to log V."""
+    """llama.cpp's dynamic temperature: τ rises from `low` to `high` with a power of the entropy relative to log K."""
 
     low: float
     """τ of a prediction that is certain."""
@@ -189,11 +181,9 @@ class EntropyRange(Temperature):
 
     @property
     def label(self) -> str:
-        """Name and parameters."""
         return f"dynatemp {self.low:.3g}–{self.high:.3g}, exponent {self.exponent:.3g}"
 
     def temperatures(self, logits: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Return low + (high − low)·(H/log K)^e with K the number of tokens of the row that are not banned."""
         log_k = torch.isfinite(logits).sum(-1).float().log()
         # A row with a single token has H = log K = 0; any τ gives it the probability 1.
         share = entropy(temper(logits, 1.0)).float() / log_k.clamp(min=1e-12)
@@ -202,7 +192,7 @@ class EntropyRange(Temperature):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PredictedTemperature(Temperature):
-    """The temperatures of a TempNet of a language model, which is in eval mode."""
+    """The temperatures of a TempNet of a language model, which is in eval mode; it raises what the network raises."""
 
     network: TempNet
     name: str
@@ -212,12 +202,10 @@ class PredictedTemperature(Temperature):
 
     @property
     def label(self) -> str:
-        """The given name, with the scale if it is not 1."""
         return self.name if self.scale == 1.0 else f"{self.name}, scale {self.scale:.3g}"
 
     @torch.no_grad()
     def temperatures(self, logits: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Return c·τ(x); raises ValueError if the vocabulary is another one, or hidden states are missing."""
         return self.scale * self.network(logits, hidden)
 
 
@@ -233,11 +221,9 @@ class Warped(Rule):
 
     @property
     def label(self) -> str:
-        """Name and parameters."""
         return self.name if self.tau == 1.0 else f"{self.name}, τ = {self.tau:.3g}"
 
     def log_probabilities(self, logits: Tensor, hidden: Tensor | None = None, state: Tensor | None = None) -> Tensor:
-        """See :meth:`Rule.log_probabilities`."""
         whole = temper(logits, self.tau)
         rows = whole.reshape(-1, whole.shape[-1])
         # A warper of this kind does not look at the tokens so far.
@@ -256,11 +242,9 @@ class TopNSigma(Rule):
 
     @property
     def label(self) -> str:
-        """Name and parameters."""
         return f"top-nσ {self.num_sigma:.3g}" + ("" if self.tau == 1.0 else f", τ = {self.tau:.3g}")
 
     def log_probabilities(self, logits: Tensor, hidden: Tensor | None = None, state: Tensor | None = None) -> Tensor:
-        """See :meth:`Rule.log_probabilities`."""
         z = logits.float()
         known = torch.isfinite(z)
         number = known.sum(-1, keepdim=True)
@@ -271,28 +255,27 @@ class TopNSigma(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Mirostat(Rule):
-    """Mirostat 2: a bound on the surprise of a token that is steered so that surprises have a wanted mean."""
+    """Mirostat 2: a bound on the surprise of a token that is steered so that surprises have a wanted mean.
+
+    Its state is μ of every text; a given token that could not be drawn counts as one at the bound.
+    """
 
     target: float
     """Wanted mean surprise, in bits."""
 
     @property
     def label(self) -> str:
-        """Name and target."""
         return f"mirostat 2, {self.target:.3g} bits"
 
     def start(self, num_texts: int, seed: int = 0) -> Tensor:
-        """Return μ = twice the target for every text."""
         return torch.full((num_texts,), 2.0 * self.target)
 
     def advance(self, state: Tensor | None, log_probabilities: Tensor, tokens: Tensor) -> Tensor:
-        """Return μ (B,) after the tokens; a given token that could not be drawn counts as one at the bound."""
         assert state is not None
         surprise = -log_probabilities.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) / math.log(2.0)
         return state - _MIROSTAT_RATE * (surprise.where(surprise.isfinite(), state) - self.target)
 
     def log_probabilities(self, logits: Tensor, hidden: Tensor | None = None, state: Tensor | None = None) -> Tensor:
-        """See :meth:`Rule.log_probabilities`."""
         assert state is not None, "mirostat has a state: see start"
         whole = temper(logits, 1.0)
         kept = whole >= -state.unsqueeze(-1) * math.log(2.0)
@@ -316,18 +299,15 @@ class Shuffled(Rule):
 
     @property
     def label(self) -> str:
-        """Name of the rule whose predictions these are."""
         return f"{self.name}, shuffled"
 
     def start(self, num_texts: int, seed: int = 0) -> Tensor:
-        """Return the first numbers of B generators."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(-(2**63), 2**63 - 1, (num_texts,), generator=generator)
 
     def advance(self, state: Tensor | None, log_probabilities: Tensor, tokens: Tensor) -> Tensor:
-        """Return the next number of every generator; integers wrap around."""
         assert state is not None
-        return state * _MULTIPLIER + _INCREMENT
+        return state * _MULTIPLIER + _INCREMENT  # integers wrap around
 
     def places(self, state: Tensor) -> Tensor:
         """Return which entries (B,) of the pool a state (B,) chooses."""
@@ -335,7 +315,6 @@ class Shuffled(Rule):
         return ((state >> 33) & (2**31 - 1)) % len(self.pool)
 
     def log_probabilities(self, logits: Tensor, hidden: Tensor | None = None, state: Tensor | None = None) -> Tensor:
-        """See :meth:`Rule.log_probabilities`."""
         assert state is not None, "shuffled predictions have a state: see start"
         places = self.places(state)
         whole = temper(logits, self.pool.to(logits.device)[places])

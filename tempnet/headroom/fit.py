@@ -122,12 +122,7 @@ def fit(folds: Sequence[NormalEquations], columns: Tensor) -> Fit:
 
 
 class Refinement:
-    """The search for the coefficients of one feature set, for all folds at once.
-
-    Args:
-        fit: the solution of the score test, at which the search starts.
-        log_beta: u_c, the best constant.
-    """
+    """The search for the coefficients of one feature set, for all folds at once, from a score test at u_c."""
 
     def __init__(self, fit: Fit, log_beta: float) -> None:
         self.columns = fit.columns

@@ -26,11 +26,7 @@ _NUM_GROUPS = 100
 
 
 class NamedSums:
-    """Sums over the tokens of every document, and bins of confidence for groups of documents, under names.
-
-    Args:
-        num_documents: D.
-    """
+    """Sums over the tokens of each of D documents, and bins of confidence for groups of documents, under names."""
 
     def __init__(self, num_documents: int) -> None:
         self.num_documents = num_documents
@@ -54,12 +50,7 @@ class NamedSums:
 
 
 class DocumentSums(NamedSums):
-    """Sums over the tokens of every document, at temperatures that are named.
-
-    Args:
-        num_documents: D.
-        num_nodes: number of nodes of the tokens' profiles.
-    """
+    """Sums over the tokens of each of D documents, at temperatures that are named, from profiles with `num_nodes` nodes."""
 
     def __init__(self, num_documents: int, num_nodes: int = NUM_NODES) -> None:
         super().__init__(num_documents)

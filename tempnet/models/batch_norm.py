@@ -23,12 +23,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def synchronize_batch_norm(module: nn.Module) -> nn.Module:
-    """Replace every batch norm inside a module by a synchronised one.
+    """Replace every batch norm inside a module by a synchronised one, and return the module, or its own replacement.
 
     Parameters, buffers and their names do not change, so state dicts stay compatible.
-
-    Returns:
-        The module, or its replacement if it is a batch norm itself.
     """
     if isinstance(module, _BatchNorm):
         return SynchronizedBatchNorm.like(module)

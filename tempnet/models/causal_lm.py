@@ -142,10 +142,6 @@ class TemperatureCausalLM(nn.Module):
         self.train()
 
     def train(self, mode: bool = True) -> TemperatureCausalLM:
-        """Set the mode as nn.Module.train does, but keep a frozen base in eval mode.
-
-        The dropout of a base in training mode would add noise to TempNet's input.
-        """
         super().train(mode)
         if self.freeze_base:
             self.base.eval()
@@ -232,15 +228,10 @@ class TemperatureCausalLM(nn.Module):
         oracle_rows: Tensor | None = None,
         oracle: Oracle = optimal_temperature,
     ) -> Tensor:
-        """Return sums of `tempnet.statistics.TemperatureStatistics`.
+        """Return sums of `tempnet.statistics.TemperatureStatistics` for N tokens.
 
-        Args:
-            contexts: (N, d or V) representations of the contexts, see :meth:`contexts`.
-            targets: (N,) targets.
-            tau: (N,) temperatures.
-            values: values of the N tokens.
-            oracle_rows: (...) bool of N valid tokens, see :meth:`forward`.
-            oracle: function that computes the optimal temperatures.
+        They follow from representations of the contexts (N, d or V; :meth:`contexts`), targets (N,), temperatures (N,)
+        and values; `oracle_rows` are those of :meth:`forward`, and `oracle` computes their optimal temperatures.
         """
         is_valid = targets != IGNORE_INDEX
         chosen = is_valid & (is_valid.cumsum(0) <= _NUM_ORACLE_TOKENS) if oracle_rows is None else oracle_rows.flatten()
@@ -273,8 +264,7 @@ class TemperatureCausalLM(nn.Module):
     def contexts(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Return a representation of every context, from which :meth:`context_logits` computes its logits.
 
-        It is the hidden state, (B, T, d), or the logits themselves, (B, T, V), if the module works with materialised
-        logits.
+        It is the hidden state, (B, T, d), or the logits, (B, T, V), if the module works with materialised logits.
         """
         if self.head is None:
             return self.logits(input_ids, position_ids)
@@ -312,13 +302,7 @@ def compile_blocks(model: PreTrainedModel, *, backend: str = "inductor") -> int:
     Names and types of the modules stay the same, so that checkpoints and exports do. The blocks share one graph, because
     TorchDynamo takes the weights of a module as inputs: only the first block of the first step is compiled, once for training
     and once for validation. Losses, embeddings and the output layer are not compiled: the losses have kernels of their own.
-
-    Args:
-        model: the model; its blocks are its largest `nn.ModuleList`.
-        backend: backend of `torch.compile`.
-
-    Raises:
-        ValueError: if the model has no list of blocks.
+    The blocks are the model's largest `nn.ModuleList`; a model without one raises ValueError.
     """
     lists = [module for module in model.base_model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:

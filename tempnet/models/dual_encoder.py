@@ -96,11 +96,7 @@ class DualEncoder(nn.Module):
         self.train()
 
     def encode_images(self, images: Tensor) -> Tensor:
-        """Return embeddings of uint8 images (n, S, S, 3): (n, d) unit vectors in float32.
-
-        Raises:
-            ValueError: if the images have another dtype or shape.
-        """
+        """Return embeddings of uint8 images (n, S, S, 3): (n, d) unit vectors in float32; other images raise ValueError."""
         side = self.config.image_size
         if images.dtype != torch.uint8 or images.shape[1:] != (side, side, 3):
             raise ValueError(
@@ -126,11 +122,8 @@ class DualEncoder(nn.Module):
     ) -> None:
         """Save the dual encoder in the layout that the docstring of this module describes, except for the TempNets.
 
-        Args:
-            directory: directory to write to; it is created if necessary.
-            tokenizer: Transformers tokenizer of the text tower, which is saved with the tower; None to omit it.
-            state_dict: complete parameters and buffers of this module by name, to be used if the module holds only
-                parts of them (ZeRO-3).
+        The tokenizer of the text tower, if given, is saved with the tower. `state_dict` are complete parameters and
+        buffers by name, to be used if the module holds only parts of them (ZeRO-3).
         """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
@@ -153,8 +146,7 @@ class DualEncoder(nn.Module):
     def from_pretrained(cls, source: str | Path, *, autocast_dtype: torch.dtype | None = None) -> DualEncoder:
         """Load what :meth:`save_pretrained` wrote, or a Transformers CLIPModel; it is returned in eval mode.
 
-        Raises:
-            ValueError: if the source contains neither, or a part of it is missing; the message names the source.
+        A source that contains neither, or lacks a part, raises ValueError, which names it.
         """
         directory, config = Path(source), read_sizes(source)
         if not (directory / IMAGE_ENCODER_DIRECTORY).is_dir():
@@ -197,11 +189,7 @@ class DualEncoder(nn.Module):
 
 
 def read_sizes(source: str | Path) -> DualEncoderConfig:
-    """Read the configuration of what :meth:`DualEncoder.from_pretrained` loads, without its weights.
-
-    Raises:
-        ValueError: if the source contains no dual encoder, or a part of it is missing; the message names the source.
-    """
+    """Read the configuration of what :meth:`DualEncoder.from_pretrained` loads, without its weights; same errors."""
     directory = Path(source)
     if not (directory / IMAGE_ENCODER_DIRECTORY).is_dir():
         clip = read_config(source)
@@ -226,8 +214,7 @@ def encoder_digest(place: str) -> str:
 def load_pair_tempnets(directory: str | Path) -> tuple[TempNet, TempNet]:
     """Load the TempNets of images and texts that were saved with a dual encoder; they are returned in eval mode.
 
-    Raises:
-        FileNotFoundError: if one of them is missing; the message names its path.
+    A missing one raises FileNotFoundError, which names its path.
     """
     image, text = (
         TempNet.from_pretrained(Path(directory) / name) for name in (IMAGE_TEMPNET_DIRECTORY, TEXT_TEMPNET_DIRECTORY)

@@ -18,11 +18,7 @@ TEXT_ENCODER_DIRECTORY = "text_encoder"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DualEncoderConfig:
-    """Sizes of a dual encoder's inputs and embeddings (defaults: TempNet §6.2 and Appendix D).
-
-    Raises:
-        ValueError: if a field is outside its range.
-    """
+    """Sizes of a dual encoder's inputs and embeddings (TempNet §6.2 and Appendix D); fields out of range raise ValueError."""
 
     embedding_size: int = 256
     """Dimension d of the embeddings."""
@@ -72,11 +68,7 @@ class DualEncoderConfig:
 
     @classmethod
     def load(cls, path: Path) -> DualEncoderConfig:
-        """Read a file that :meth:`save` wrote.
-
-        Raises:
-            ValueError: if the file is not a JSON object, or has fields that this version does not know.
-        """
+        """Read a file that :meth:`save` wrote; another file, or unknown fields, raise ValueError."""
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in _read_json(path).items()
         }
@@ -86,11 +78,9 @@ class DualEncoderConfig:
 
     @classmethod
     def of_clip(cls, clip: Any, directory: Path) -> DualEncoderConfig:
-        """Return the configuration that corresponds to a Transformers CLIPModel.
+        """Return the configuration that corresponds to that of a Transformers CLIPModel.
 
-        Args:
-            clip: configuration of the CLIPModel.
-            directory: directory that may contain the configuration of its image preprocessor.
+        The directory may contain the configuration of its image preprocessor.
         """
         from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 

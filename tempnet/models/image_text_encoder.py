@@ -22,24 +22,14 @@ from tempnet.models.dual_encoder_config import TEXT_ENCODER_DIRECTORY
 
 
 class ImageTextEncoder:
-    """A dual encoder with its image processor and its tokenizer.
-
-    Args:
-        model: the dual encoder, which is put into eval mode.
-        processor: Transformers image processor.
-        tokenizer: tokenizer of the text tower.
-    """
+    """A dual encoder, which is put into eval mode, with its image processor and the tokenizer of its text tower."""
 
     def __init__(self, model: DualEncoder, processor: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         self.model, self.processor, self.tokenizer = model.eval(), processor, tokenizer
 
     @classmethod
     def from_pretrained(cls, source: str | Path, *, device: str | torch.device = "cpu") -> ImageTextEncoder:
-        """Load an export of training, or a Transformers CLIPModel with its tokenizer.
-
-        Args:
-            source: directory, or hub name of a CLIPModel.
-            device: where the model computes.
+        """Load an export of training, or a Transformers CLIPModel (directory or hub name) with its tokenizer, to a device.
 
         Raises:
             ValueError: if the source holds no dual encoder or no tokenizer; the message names it.

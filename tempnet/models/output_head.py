@@ -43,12 +43,9 @@ class OutputHead:
     """Logits become soft_cap·tanh(logits/soft_cap) (Gemma's `final_logit_softcapping`); None for no cap."""
 
     def logits(self, base: Any, hidden: Tensor, vocab_size: int) -> Tensor:
-        """Return logits (…, V) of hidden states (…, d), in the dtype of the weight.
+        """Return logits (…, V) of hidden states (…, d), in the dtype of the weight; those beyond V are not computed.
 
-        Args:
-            base: the model that provides weight and bias, or a `tempnet.models.output_head.StoredBase`.
-            hidden: (…, d) hidden states.
-            vocab_size: V; logits beyond it are not computed.
+        Weight and bias are those of `base`, a model or a :class:`StoredBase`.
         """
         weight, bias = output_weight(base)
         hidden = self.scaled(hidden).to(weight)
@@ -79,8 +76,8 @@ def output_weight(base: Any) -> tuple[Tensor, Tensor | None]:
 def find_output_head(base: PreTrainedModel) -> OutputHead | None:
     """Return the formula of a model's logits, checked on a few tokens, or None if the model does not follow it.
 
-    A model without weights (on the device meta) is checked by a small one of the same kind, one that is spread over
-    devices by itself.
+    A model without weights (on the device meta) is checked by a small one of the same kind, one that is spread over devices
+    by itself.
     """
     if not is_spread(base) and any(parameter.is_meta for parameter in base.parameters()):
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -110,10 +107,7 @@ HEAD_FILE = "head.safetensors"
 class StoredBase(nn.Module):
     """Output layer of a base model, in the place of the model where hidden states are read instead of computed.
 
-    Args:
-        weight: (V or more, d) output weight.
-        bias: output bias, or None.
-        head: formula of the logits.
+    It has the output weight (V or more, d), a bias or None, and the formula of the logits.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, head: OutputHead) -> None:
@@ -130,11 +124,7 @@ class StoredBase(nn.Module):
 
     @classmethod
     def load(cls, file: Path) -> StoredBase:
-        """Read the file that :func:`save_head` wrote.
-
-        Raises:
-            ValueError: if the file is damaged.
-        """
+        """Read the file that :func:`save_head` wrote; a damaged one raises ValueError."""
         try:
             with safe_open(file, framework="pt") as stored:
                 names = set(stored.keys())

@@ -77,12 +77,8 @@ def takes_document_mask(model: PreTrainedModel) -> bool:
 def document_mask(position_ids: Tensor, attention: str = "sdpa") -> Tensor:
     """Return a mask (B, 1, T, T) that allows only causal attention within the same document.
 
-    It is boolean, or for eager attention, which adds the mask to the scores, 0 where attention is allowed and the
-    lowest float32 elsewhere.
-
-    Args:
-        position_ids: (B, T) positions, which restart at 0 with every document.
-        attention: the model's attention implementation.
+    It is boolean, or for eager attention, which adds the mask to the scores, 0 where attention is allowed and the lowest
+    float32 elsewhere. Positions (B, T) restart at 0 with every document.
     """
     document = (position_ids == 0).cumsum(-1)
     same = document.unsqueeze(-1) == document.unsqueeze(-2)
@@ -95,12 +91,9 @@ def document_mask(position_ids: Tensor, attention: str = "sdpa") -> Tensor:
 
 
 def small_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a small model of the same class and depth, in eval mode.
+    """Return a small model of the same class and depth in eval mode, with weights so large that every layer has an effect.
 
-    Its weights are random, and large enough that every layer has an effect.
-
-    Raises:
-        ValueError: if the model would have too many parameters.
+    One that would have too many parameters raises ValueError.
     """
     config = _small_config(model.config.get_text_config())
     kind: Any = type(model)

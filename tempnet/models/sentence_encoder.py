@@ -53,11 +53,9 @@ def mean_pooling(tokens: Tensor, attention_mask: Tensor) -> Tensor:
 
 
 class SentenceEncoder(nn.Module):
-    """Any Transformers text encoder with mean pooling.
+    """Any Transformers text encoder whose output contains `last_hidden_state`, with mean pooling.
 
-    Args:
-        encoder: a model whose output contains `last_hidden_state`.
-        autocast_dtype: dtype of its matrix products; parameters and embeddings stay in float32.
+    `autocast_dtype` is the dtype of its matrix products; parameters and embeddings stay in float32.
     """
 
     def __init__(self, encoder: PreTrainedModel, *, autocast_dtype: torch.dtype | None = None) -> None:
@@ -85,16 +83,10 @@ class SentenceEncoder(nn.Module):
         num_tokens: int | None = None,
         batch_size: int = 64,
     ) -> Tensor:
-        """Return embeddings (n, d) of n texts, in float32 on the CPU, computed in eval mode.
+        """Return embeddings (n, d) of n texts, in float32 on the CPU, computed in eval mode, `batch_size` texts at a time.
 
-        Texts of similar length are processed together.
-
-        Args:
-            texts: the texts.
-            tokenizer: tokenizer of the encoder.
-            num_tokens: maximum number of tokens, to which longer texts are truncated; None for the tokenizer's own
-                maximum.
-            batch_size: number of texts in a forward pass.
+        Texts of similar length are processed together. Longer texts are truncated to `num_tokens`, by default the
+        tokenizer's own maximum.
         """
         was_training = self.training
         self.eval()
@@ -110,12 +102,9 @@ class SentenceEncoder(nn.Module):
         return rows
 
     def save_pretrained(self, directory: str | Path, tokenizer: PreTrainedTokenizerBase, *, num_tokens: int) -> None:
-        """Save the encoder in the layout that the docstring of this module describes.
+        """Save the encoder and its tokenizer in the layout that the docstring of this module describes.
 
-        Args:
-            directory: directory to write to; it is created if necessary.
-            tokenizer: tokenizer of the encoder.
-            num_tokens: maximum number of tokens, to which longer sentences are truncated after loading.
+        After loading, longer sentences are truncated to `num_tokens`.
         """
         directory = Path(directory)
         self.encoder.save_pretrained(directory)
@@ -139,14 +128,9 @@ class SentenceEncoder(nn.Module):
 
     @classmethod
     def from_pretrained(cls, source: str | Path, *, autocast_dtype: torch.dtype | None = None) -> SentenceEncoder:
-        """Load a saved sentence encoder, or any Transformers text encoder.
+        """Load a saved sentence encoder, or any Transformers text encoder, from a directory or hub name.
 
-        Args:
-            source: directory or hub name.
-            autocast_dtype: dtype of the matrix products.
-
-        Raises:
-            ValueError: if the source is not a text encoder; the message names the source.
+        A source that is no text encoder raises ValueError, which names it.
         """
         return cls(load_tower(source, "text"), autocast_dtype=autocast_dtype)
 

@@ -22,13 +22,8 @@ from tempnet.network import TempNet
 class TemperatureDualEncoder(nn.Module):
     """Dual encoder with a contrastive loss, which contains the TempNets if it needs them.
 
-    Args:
-        encoder: the two towers; None if the module is only given embeddings that frozen towers have computed before.
-        loss: loss that is computed from their embeddings.
-        freeze_encoder: whether the encoder stays in eval mode, runs without a graph, and is not trained.
-
-    Raises:
-        ValueError: if a TempNet reads embeddings of another size.
+    The encoder is None if the module is only given embeddings that frozen towers have computed before. A frozen one stays in
+    eval mode, runs without a graph, and is not trained. A TempNet on embeddings of another size raises ValueError.
     """
 
     def __init__(self, encoder: DualEncoder | None, loss: ContrastiveLoss, *, freeze_encoder: bool = False) -> None:
@@ -60,10 +55,10 @@ class TemperatureDualEncoder(nn.Module):
         """Compute the loss of this rank's pairs.
 
         Args:
-            ids: (b,) int64 ids of the pairs.
-            image_ids: (b,) int64 ids of the images.
+            ids, image_ids: (b,) int64 ids of the pairs and of their images.
             gamma: γ of the moving averages (`tempnet.contrastive.config.gamma_at`).
-            inputs: images and captions, or their embeddings; see :meth:`embed`.
+            inputs: images, uint8 (b, S, S, 3), with input_ids and attention_mask of the captions, (b, t) each (1 token, 0
+                padding); or image_embeddings and text_embeddings, (b, d) unit vectors.
         """
         image, text = self.embed(**inputs)
         return self.loss(image, text, ids, image_ids, gamma=gamma)
@@ -77,13 +72,7 @@ class TemperatureDualEncoder(nn.Module):
         image_embeddings: Tensor | None = None,
         text_embeddings: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the embeddings of images (b, d) and texts (b, d): those that are given, or else the towers compute them.
-
-        Args:
-            images: uint8 (b, S, S, 3).
-            input_ids, attention_mask: (b, t) tokens of the captions, and their mask (1 token, 0 padding).
-            image_embeddings, text_embeddings: (b, d) unit vectors that frozen towers have computed before.
-        """
+        """Return the embeddings of images and texts, (b, d) each: those that are given, or else the towers compute them."""
         if image_embeddings is not None and text_embeddings is not None:
             return image_embeddings, text_embeddings
         assert self.encoder is not None
@@ -96,15 +85,9 @@ class TemperatureDualEncoder(nn.Module):
     def init_prototypes(self, image_embeddings: Tensor, text_embeddings: Tensor) -> None:
         """Set the prototypes of each TempNet from the first d2 embeddings of its own modality (TempNet Appendix D.1).
 
-        A TempNet without a projection layer (ablation) has no prototypes and is skipped. All ranks must pass the same
-        embeddings.
-
-        Args:
-            image_embeddings: (d2 or more, d) unit vectors of randomly chosen training images.
-            text_embeddings: (d2 or more, d) unit vectors of randomly chosen training texts.
-
-        Raises:
-            ValueError: if there are fewer than d2 embeddings, or the loss has no TempNets.
+        The embeddings (d2 or more, d) are unit vectors of randomly chosen training images and texts, the same on all ranks. A
+        TempNet without a projection layer (ablation) has no prototypes and is skipped. Fewer than d2 embeddings, and a loss
+        without TempNets, raise ValueError.
         """
         image_tempnet, text_tempnet = self._tempnets()
         for modality, network, embeddings in (
@@ -125,8 +108,7 @@ class TemperatureDualEncoder(nn.Module):
     def predict_temperatures(self, image_embeddings: Tensor, text_embeddings: Tensor) -> tuple[Tensor, Tensor]:
         """Return τ of images (n,) and of texts (m,), given their embeddings (n, d) and (m, d).
 
-        Raises:
-            ValueError: if the loss has no TempNets.
+        A loss without TempNets raises ValueError.
         """
         image_tempnet, text_tempnet = self._tempnets()
         return image_tempnet(image_embeddings), text_tempnet(text_embeddings)

@@ -135,9 +135,7 @@ class TemperatureSentenceEncoder(nn.Module):
     def masked_tokens(self, input_ids: Tensor, attention_mask: Tensor, is_masked: Tensor) -> tuple[Tensor, Tensor]:
         """Return the embeddings (k, d) of k rows of tokens, and the logits (m, V) of the masked positions in order.
 
-        Args:
-            input_ids, attention_mask: (k, t) tokens, and their mask (1 token, 0 padding).
-            is_masked: (k, t) bool, the masked positions.
+        Tokens, their mask (1 token, 0 padding) and the masked positions are (k, t).
         """
         autocast = self.autocast_dtype
         with (
@@ -149,13 +147,9 @@ class TemperatureSentenceEncoder(nn.Module):
 
     @torch.no_grad()
     def init_prototypes(self, sentences: Tensor) -> None:
-        """Set the TempNet's d2 prototypes from the first d2 of these sentence embeddings.
+        """Set the TempNet's d2 prototypes from the first d2 of these sentence embeddings (d2 or more, d).
 
-        Args:
-            sentences: (d2 or more, d) unit vectors, which must be the same on all ranks.
-
-        Raises:
-            ValueError: if there are fewer than d2 of them.
+        They are unit vectors, the same on all ranks; fewer than d2 raise ValueError.
         """
         assert self.loss is not None
         network = self.loss.tempnet

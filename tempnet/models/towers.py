@@ -47,15 +47,10 @@ _PROJECTING: dict[str, Any] = {
 
 
 def load_tower(path: str | Path, modality: Modality) -> PreTrainedModel:
-    """Load a pretrained tower in float32; only weights in safetensors format are read.
+    """Load a pretrained tower in float32, from a directory or hub name; only weights in safetensors format are read.
 
-    Args:
-        path: local directory or hub name of a Transformers model; from a CLIPModel, the tower of this modality is used.
-        modality: what the tower must encode.
-
-    Raises:
-        ValueError: if there is no such model, it encodes something else, or weights are missing; the message names
-            the path.
+    From a CLIPModel, the tower of this modality is used. A missing model or weights, or a model that encodes something else,
+    raises ValueError, which names the path.
     """
     config = read_config(path)
     if config.model_type == "clip":
@@ -70,14 +65,8 @@ def load_tower(path: str | Path, modality: Modality) -> PreTrainedModel:
 def random_tower(model_type: str, modality: Modality, **sizes: Any) -> PreTrainedModel:
     """Create a tower with random weights.
 
-    Args:
-        model_type: model type of a Transformers configuration, such as "resnet", "vit", "distilbert" or
-            "clip_vision_model".
-        modality: what the tower must encode.
-        sizes: values of fields of that configuration; the other fields have their defaults.
-
-    Raises:
-        ValueError: if there is no such model type, or it encodes something else; the message names the model type.
+    The model type is that of a Transformers configuration, such as "resnet", "vit", "distilbert" or "clip_vision_model", and
+    `sizes` are fields of that configuration. An unknown type, or one that encodes something else, raises ValueError.
     """
     try:
         config = AutoConfig.for_model(model_type, **sizes)
@@ -105,11 +94,7 @@ def load_clip_towers(path: str | Path) -> tuple[PreTrainedModel, PreTrainedModel
 
 
 def read_config(path: str | Path) -> PreTrainedConfig:
-    """Read the Transformers configuration of a directory or hub name.
-
-    Raises:
-        ValueError: if there is no configuration, or the weights are truncated; the message names the path.
-    """
+    """Read the Transformers configuration of a directory or hub name; ValueError if there is none or weights are cut."""
     check_weight_files(path)
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -144,8 +129,7 @@ def projects_itself(tower: nn.Module) -> bool:
 def image_width(tower: PreTrainedModel, image_size: int) -> int:
     """Return the width w of an image tower, which is found by encoding one image of zeros.
 
-    Raises:
-        ValueError: if the tower does not accept images of this size.
+    A tower that does not accept images of this size raises ValueError.
     """
     pixels = torch.zeros(1, 3, image_size, image_size, dtype=tower.dtype, device=tower.device)
     with _eval_mode(tower):
@@ -162,8 +146,7 @@ def image_width(tower: PreTrainedModel, image_size: int) -> int:
 def text_width(tower: PreTrainedModel, num_tokens: int) -> int:
     """Return the width w of a text tower, which is found by encoding two texts that differ only in the last token.
 
-    Raises:
-        ValueError: if the tower does not accept texts of this length, or its first token does not attend to later ones.
+    A tower that does not accept texts of this length, or whose first token does not attend to later ones, raises ValueError.
     """
     ids = torch.zeros(2, num_tokens, dtype=torch.int64, device=tower.device)
     ids[1, -1] = 1
@@ -192,14 +175,9 @@ def _eval_mode(module: nn.Module) -> Iterator[None]:
 
 
 def load_with_missing(source: Any, path: str | Path) -> tuple[Any, list[str]]:
-    """Load a Transformers model in float32 from safetensors; return it with the names of weights that do not fit it.
+    """Load a Transformers model of a class in float32 from safetensors, with the names of weights that do not fit it.
 
-    Args:
-        source: class of the model.
-        path: local directory or hub name.
-
-    Raises:
-        ValueError: if there are no weights that can be read; the message names the path.
+    Where there are no weights that can be read, ValueError is raised, which names the path.
     """
     try:
         model, random, _ = load_with_report(source, path, dtype=torch.float32, use_safetensors=True)

@@ -37,17 +37,10 @@ class ClassifierOutput(TypedDict):
 
 
 class TripleEntropyClassifier(nn.Module):
-    """A Transformers `…ForSequenceClassification` with the SoftTriple loss and its centres.
+    """A Transformers `…ForSequenceClassification` with the SoftTriple loss and its centres; None for plain fine-tuning.
 
-    Args:
-        model: the model, consisting of body and head.
-        soft_triple: the SoftTriple loss; None for plain fine-tuning.
-        with_padding: whether SoftTriple counts padding too, as the authors' code does.
-        world: the ranks that share a batch; by default only this process.
-        autocast_dtype: dtype of matrix products; the losses are in float32.
-
-    Raises:
-        ValueError: if model and centres have different numbers of classes or different widths.
+    With `with_padding` SoftTriple counts padding too, as the authors' code does. `autocast_dtype` is that of matrix
+    products; the losses are in float32. A model and centres of different numbers of classes or widths raise ValueError.
     """
 
     def __init__(
@@ -82,10 +75,8 @@ class TripleEntropyClassifier(nn.Module):
     ) -> ClassifierOutput:
         """Compute the loss of this rank's sentences.
 
-        Args:
-            input_ids, attention_mask: (b, t) tokens, and their mask (1 token, 0 padding).
-            labels: (b,) int64 classes of the sentences.
-            token_type_ids: (b, t) token types, or None if the model does not use them.
+        Tokens, their mask (1 token, 0 padding) and, if the model uses them, token types are (b, t); the classes (b,) are
+        int64.
         """
         with last_hidden_states(self.model) as seen:
             logits = self.logits(input_ids, attention_mask, token_type_ids)

@@ -42,11 +42,7 @@ LOSS_KINDS: dict[str, LossKind] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemperatureLossConfig:
-    """Configuration of a language-model loss.
-
-    Raises:
-        ValueError: if the name is unknown, or tau is not positive.
-    """
+    """Configuration of a language-model loss; an unknown name, or a τ that is not positive, raises ValueError."""
 
     name: str = "dro"
     """Name of the loss: ce, fixed, fixed_robust, dro_newton, ts_ce, dro or proper."""

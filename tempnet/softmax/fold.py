@@ -75,13 +75,9 @@ class FoldCache:
     def first(
         self, first_weight: Tensor, weight: Tensor, *, centred: bool, matmul_dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Return W1·W (d1, d), or W1·C·W if `centred`, in float32 at least.
+        """Return W1·W (d1, d) from W1 (d1, V) and W (V, d), or W1·C·W if `centred`, in float32 at least.
 
-        Args:
-            first_weight: W1 (d1, V).
-            weight: W (V, d).
-            centred: whether the network reads L − mean L.
-            matmul_dtype: dtype of the product. By default it is float32, or float64 for float64 weights.
+        `matmul_dtype` is the dtype of the product; by default it is float32, or float64 for float64 weights.
         """
         if self._first is None:
             first_weight = at_least_float32(first_weight.detach())

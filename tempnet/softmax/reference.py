@@ -34,11 +34,8 @@ def token_temperatures(logits: Tensor, config: TemperatureLossConfig, tempnet: T
 def token_losses(logits: Tensor, targets: Tensor, tau: Tensor, config: TemperatureLossConfig) -> Tensor:
     """Return the loss of every row (N,), in float32 at least; it is exactly 0 for ignored targets.
 
-    Args:
-        logits: (N, V) logits; −inf for entries that do not belong to the row's vocabulary.
-        targets: (N,) int64; IGNORE_INDEX marks tokens that are not counted.
-        tau: (N,) temperatures.
-        config: configuration of the loss.
+    Logits (N, V) are −inf for entries that do not belong to the row's vocabulary. Targets (N,) are int64; IGNORE_INDEX marks
+    tokens that are not counted. The temperatures are (N,).
     """
     is_valid = targets != IGNORE_INDEX
     safe_targets = targets.where(is_valid, 0)

@@ -109,13 +109,9 @@ class Prediction(NamedTuple):
 class TokenLoss:
     """One loss of N tokens: the tensors that it reads, its results, and the sums of its gradients.
 
-    Results are (N,), and 0 where the target is ignored. A sum is None, or empty, if it is not needed.
-
-    Args:
-        plan: plan of the call.
-        hidden, weight, bias: arguments of `tempnet.softmax.linear.linear_language_model_loss`.
-        parameters: parameters of the TempNet (:func:`network_parameters`).
-        needs: which of (hidden, weight, bias, _, _, *parameters) need a gradient.
+    Results are (N,), and 0 where the target is ignored. A sum is None, or empty, if it is not needed. The arguments are
+    the plan of the call, hidden, weight and bias of `tempnet.softmax.linear.linear_language_model_loss`, the TempNet's
+    parameters (:func:`network_parameters`), and which of (hidden, weight, bias, _, _, *parameters) need a gradient.
     """
 
     def __init__(
@@ -209,15 +205,8 @@ class TokenLoss:
     ) -> Tensor:
         """Write the results of the tokens in `part`, and add the gradients of the TempNet.
 
-        Args:
-            part: the tokens.
-            targets, tau: (c,) their targets and temperatures.
-            prediction: what the TempNet predicted, if there is one.
-            at_tau, at_one: terms of the softmax at the temperatures and at τ = 1; the latter only with `with_values`.
-            row_weights: (c,) weights; gradients are those of Σ row_weights·loss. None stands for 1.
-
-        Returns:
-            (c,) factors of p − onehot(y) in the gradient of the logits.
+        Targets, temperatures and `row_weights` (see :func:`evaluate_objective`) are (c,). `at_one`, the terms at τ = 1,
+        are needed only with `with_values`. The factors (c,) of p − onehot(y) in the gradient of the logits are returned.
         """
         losses, slopes, logits_scale, tau_grad = evaluate_objective(self.plan, targets, tau, at_tau, row_weights)
         self.losses[part], self.tau[part], self.slopes[part] = losses, tau, slopes
@@ -325,10 +314,8 @@ def evaluate_objective(
 def add_tokens_in_chunks(losses: Sequence[TokenLoss], targets: Tensor, row_weights: Tensor | None = None) -> None:
     """Compute the results of all tokens and add their gradients, for losses of the same hidden states and output weight.
 
-    Args:
-        losses: one loss, or several of which none needs a gradient of the logits.
-        targets: (N,) int64 targets.
-        row_weights: (N,) weights; gradients are those of Σ row_weights·loss. None stands for 1.
+    There is one loss, or several of which none needs a gradient of the logits. Targets are (N,) int64, and the gradients are
+    those of Σ row_weights·loss with weights (N,); None stands for 1.
     """
     first, groups = losses[0], defaultdict(list)
     for loss in losses:  # Networks that read the logits with the same shift, or do not read them, are one group.
@@ -413,15 +400,10 @@ def _temperatures(group: Sequence[TokenLoss], hidden: Tensor, logits: Tensor) ->
 
 
 def _compute_softmax(scores: Tensor, targets: Tensor, out: Tensor) -> SoftmaxTerms:
-    """Write the probabilities p (c, V) to `out`, and return their cross-entropy, entropy and its excess.
+    """Write the probabilities p (c, V) to `out`, and return their cross-entropy, entropy and its excess, for targets (c, 1).
 
-    The largest p is 1/Σ exp(s), which gives the partition function without another pass. On CPUs, a product in place
-    and its sum is several times faster than `vecdot`.
-
-    Args:
-        scores: (c, V) scores s whose row maxima are 0; they are overwritten.
-        targets: (c, 1) targets.
-        out: (c, V) memory for p.
+    The scores (c, V), whose row maxima are 0, are overwritten. The largest p is 1/Σ exp(s), which gives the partition
+    function without another pass. On CPUs, a product in place and its sum is several times faster than `vecdot`.
     """
     positive = scores.gather(-1, targets).squeeze(-1)
     torch.softmax(scores, dim=-1, out=out)
