@@ -2,7 +2,7 @@
 
 For example:
 
-    python -m jobs.calibrate headroom --model runs/gpt2-scratch-small/export --text data/sample/text/validation
+    python -m jobs.calibrate headroom --model runs/gpt2-ce-small/export --text data/sample/code
     python -m jobs.calibrate headroom --model runs/clip-cc3m-clip-small/export --images data/sample/images/test
     python -m jobs.calibrate headroom --model gpt2 --prompts questions.jsonl --verifier.name gsm8k
     python -m jobs.calibrate rho --model runs/gpt2-scratch-small/export --text data/sample/text/train

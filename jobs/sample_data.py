@@ -1,4 +1,4 @@
-"""Make the sample data: English text from the installed packages, captioned images, and tokenizers trained on each.
+"""Make the sample data: English text and source code from the installed packages, captioned images, and tokenizers.
 
 For example:
 
@@ -19,7 +19,7 @@ import tyro
 from jobs.engine.command_line import fail, refusals_on_one_line, run_job
 from pipelines.archives import list_archives
 from pipelines.sample.images import IMAGE_SIZE_DEFAULT, NUM_IMAGES_DEFAULT, read_captions, write_images
-from pipelines.sample.text import NUM_BYTES_DEFAULT, write_corpus
+from pipelines.sample.text import NUM_BYTES_DEFAULT, write_code, write_corpus
 from pipelines.text.reading import Document, read_documents
 from pipelines.text.tokenization import train_bpe, train_wordpiece
 
@@ -27,7 +27,7 @@ _NUM_TOKENIZER_CHARACTERS = 6_000_000
 _TEXT_WORDPIECE_SIZE = 4096
 _CAPTION_VOCAB_SIZE = 1024  # This exceeds the number of words in the captions, so every word becomes one token.
 
-Part = Literal["text", "images"]
+Part = Literal["text", "code", "images"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +35,10 @@ class SampleDataConfig:
     """Which sample data to make, and where."""
 
     directory: str = "data/sample"
-    """Directory for the sample data: `text/{train,validation}` with the tokenizers `tokenizer` and `wordpiece`, and
-    `images/{train,validation,test,zero_shot,tokenizer}`."""
-    parts: tuple[Part, ...] = ("text", "images")
-    """Parts to make: `text`, `images` or both."""
+    """Directory for the sample data: `text/{train,validation}` with the tokenizers `tokenizer` and `wordpiece`, `code`,
+    text of another kind, and `images/{train,validation,test,zero_shot,tokenizer}`."""
+    parts: tuple[Part, ...] = ("text", "code", "images")
+    """Parts to make."""
     num_bytes: int = NUM_BYTES_DEFAULT
     """Maximum number of bytes of text to collect, at least 1 000 000."""
     vocab_size: int = 2048
@@ -53,7 +53,7 @@ class SampleDataConfig:
 
     def __post_init__(self) -> None:
         if not self.parts:
-            raise ValueError("parts is empty: choose text, images or both")
+            raise ValueError("parts is empty: choose text, code, images or several")
         if self.num_bytes < 1_000_000:
             raise ValueError(f"num_bytes = {self.num_bytes} is too little to train on: choose at least 1 000 000")
         if self.vocab_size < 512:
@@ -84,14 +84,14 @@ def make_sample_data(config: SampleDataConfig) -> str:
             lines.append(f"{directory / part} is there already")
             continue
         started = time.monotonic()
-        summary, line = _make_text(config) if part == "text" else _make_images(config)
+        summary, line = {"text": _make_text, "code": _make_code, "images": _make_images}[part](config)
         record[part] = {"config": fields, "summary": summary}
         path.write_text(json.dumps(record, indent=1) + "\n")
         lines.append(f"{directory / part}: {line}, in {time.monotonic() - started:.0f} s")
     return "\n".join(lines)
 
 
-_FIELDS = {"text": ("num_bytes", "vocab_size"), "images": ("num_images", "image_size", "images_seed")}
+_FIELDS = {"text": ("num_bytes", "vocab_size"), "code": (), "images": ("num_images", "image_size", "images_seed")}
 
 
 def _make_text(config: SampleDataConfig) -> tuple[dict[str, int], str]:
@@ -105,6 +105,11 @@ def _make_text(config: SampleDataConfig) -> tuple[dict[str, int], str]:
         f"{summary.num_documents_validation} for validation ({summary.num_bytes_validation / 1e6:.1f} MB), "
         f"tokenizers of {config.vocab_size} tokens (BPE) and {_TEXT_WORDPIECE_SIZE} (WordPiece)"
     )
+
+
+def _make_code(config: SampleDataConfig) -> tuple[dict[str, int], str]:
+    number = write_code(Path(config.directory, "code"))
+    return {"num_documents": number}, f"the beginnings of {number} Python files, text of another kind"
 
 
 def _make_images(config: SampleDataConfig) -> tuple[dict[str, int], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -128,5 +129,9 @@ def home_directory(corpus: Path, wordpiece: Path, images: Path, tmp_path_factory
     places = {"text": corpus, "tokenizer": corpus / "tokenizer", "wordpiece": wordpiece, "images": images}
     for name, directory in places.items():
         (home / "data" / "sample" / name).symlink_to(directory)
+    code = home / "data" / "sample" / "code"
+    code.mkdir()
+    texts = (f"def f{n}(x):\n    return x + {n}\n" * 20 for n in range(20))
+    (code / "code.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (home / "README.md").symlink_to(Path(__file__).parents[1] / "README.md")
     return home

@@ -44,9 +44,10 @@ def reader(home_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(home / "data" / "sample" / "tokenizer")
     config = AutoConfig.for_model("gpt2", vocab_size=len(tokenizer), n_embd=32, n_layer=1, n_head=2, n_positions=128)
-    export = home / "runs" / "gpt2-scratch-small" / "export"
-    AutoModelForCausalLM.from_config(config).save_pretrained(export)
-    tokenizer.save_pretrained(export)
+    for name in ("gpt2-ce-small", "gpt2-scratch-small"):
+        export = home / "runs" / name / "export"
+        AutoModelForCausalLM.from_config(config).save_pretrained(export)
+        tokenizer.save_pretrained(export)
     TempNet(TempNetConfig.for_logits(len(tokenizer), rho=1.0)).save_pretrained(export / "tempnet")
     encoder = AutoConfig.for_model(
         "roberta", vocab_size=600, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,

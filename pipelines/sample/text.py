@@ -26,6 +26,7 @@ NUM_BYTES_DEFAULT = 24_000_000
 NUM_BYTES_PER_MEMBER = 1_000_000
 MIN_DOCUMENT_CHARACTERS = 200
 VALIDATION_ONE_IN = 50
+MIN_CODE_CHARACTERS = 2_000
 
 SKIPPED_DIRECTORIES = {"__pycache__", "site-packages", "node_modules", "licenses"}
 """Names of directories that are not searched.
@@ -174,6 +175,38 @@ def write_corpus(
         num_documents_validation=num_documents["validation"],
         num_bytes_validation=num_text_bytes["validation"],
     )
+
+
+def write_code(directory: Path, *, num_documents: int = 300, roots: Sequence[Path] | None = None) -> int:
+    """Write `code-00000.jsonl.zst` with Python source, text of another kind than the prose of `write_corpus`.
+
+    A document is the beginning of a file of at least MIN_CODE_CHARACTERS. `directory` appears only when it is complete.
+
+    Args:
+        directory: directory to create.
+        num_documents: largest number of files.
+        roots: directories to search, or None for `default_roots()`.
+
+    Returns:
+        Number of documents.
+
+    Raises:
+        FileExistsError: if `directory` already exists and is not an empty directory.
+        FileNotFoundError: if a root is not a directory.
+    """
+    check_empty(directory)
+    lines: list[bytes] = []
+    for path, source in _list_files(default_roots() if roots is None else roots):
+        if path.suffix == ".py" and len(lines) < num_documents:
+            text = path.read_text(encoding="utf-8", errors="ignore")
+            if len(text) >= MIN_CODE_CHARACTERS:
+                record = {"text": text[:MIN_CODE_CHARACTERS], "meta": {"source": source}}
+                lines.append(json.dumps(record).encode() + b"\n")
+    with created_at_once(directory) as staging:
+        staging.mkdir(parents=True, exist_ok=True)
+        data = zstandard.ZstdCompressor().compress(b"".join(lines))
+        (staging / "code-00000.jsonl.zst").write_bytes(data)
+    return len(lines)
 
 
 class _Shard:

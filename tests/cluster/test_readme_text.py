@@ -30,10 +30,11 @@ pytestmark = pytest.mark.cluster
 
 
 def test_what_make_run_runs(home: Path, reference: dict[str, Any]) -> None:
-    sample_data, train, *_ = recipe("run")
-    run_line(sample_data, "--directory", "sample", "--parts", "text", "--num-bytes", "1000000")
+    sample_data, _, _, train, *_ = recipe("run")
+    run_line(sample_data, "--directory", "sample", "--parts", "text", "code", "--num-bytes", "1000000")
+    assert (home / "sample" / "code" / "code-00000.jsonl.zst").is_file()
     assert (home / "sample" / "tokenizer" / "tokenizer.json").is_file()
-    # The second command is the training run that all tests share.
+    # This command is the training run that all tests share.
     assert train == ".venv/bin/python -m jobs.train_lm gpt2-scratch-small"
     assert reference["run"] == "gpt2-scratch-small"
 
@@ -58,6 +59,7 @@ def test_calibrating_rho(home: Path, reference: dict[str, Any]) -> None:
 
 def test_measuring_headroom(home: Path, reference: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = lines_like("jobs.calibrate headroom * --text *")
+    line = line.replace("gpt2-ce-small", "gpt2-scratch-small")
     for _ in range(2):
         run_line(line, "--max-documents", "12", "--tokens-per-document", "100")
     values = json.loads((home / "headroom" / "headroom.json").read_text())

@@ -165,6 +165,16 @@ def gpt2_scratch_small() -> LanguageModelConfig:
     return replace(config, model=ModelSection(hidden_size=192, num_layers=4, num_heads=6, attention="eager"))
 
 
+def gpt2_ce_small() -> LanguageModelConfig:
+    """The baseline of gpt2-scratch-small: the same GPT-2 by plain cross-entropy, without a TempNet."""
+    config = gpt2_scratch_small()
+    return replace(
+        config,
+        run=replace(config.run, name="gpt2-ce-small"),
+        temperature=replace(config.temperature, loss="ce"),
+    )
+
+
 def gpt2_finetune_small() -> LanguageModelConfig:
     """The model of gpt2-scratch-small, fine-tuned jointly with a new TempNet on the sample data."""
     config = _small(gpt2_finetune(), num_steps=300, target_entropy=4.0, rate_tempnet=1e-2)
@@ -200,7 +210,7 @@ _LLAMA = _by_name(
 PRESETS: dict[str, Preset] = named(
     _by_name(gpt2_scratch, gpt2_finetune, frozen)
     | _LLAMA
-    | _by_name(gpt2_scratch_small, gpt2_finetune_small, frozen_small)
+    | _by_name(gpt2_scratch_small, gpt2_ce_small, gpt2_finetune_small, frozen_small)
     | twins_of(
         _LLAMA,
         _frozen_small,

@@ -9,7 +9,7 @@ import pytest
 
 from pipelines.archives import list_archives
 from pipelines.sample import text as sample_text
-from pipelines.sample.text import collect_prose, write_corpus
+from pipelines.sample.text import collect_prose, write_code, write_corpus
 from pipelines.text.reading import Document, read_documents
 
 LONG = "The tide came in over the flats and the boats that had lain on their sides were lifted one after the other. "
@@ -211,3 +211,14 @@ def test_what_cannot_be_done_leaves_everything_as_it_was(site: Path, tmp_path: P
         with pytest.raises((ValueError, OSError), match=error):
             write_corpus(tmp_path / directory, **{"roots": [site], **options})
         assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_code_is_text_of_another_kind(tmp_path: Path) -> None:
+    write(tmp_path / "site", "long.py", "x = 1\n" * 1000)
+    write(tmp_path / "site", "short.py", "x = 1\n")
+    write(tmp_path / "site", "prose.md", LONG * 100)
+    assert write_code(tmp_path / "code", roots=[tmp_path / "site"]) == 1
+    (archive,) = list_archives(str(tmp_path / "code"))
+    (document,) = read_documents(str(tmp_path / "code"), archive)
+    assert isinstance(document, Document)
+    assert document.text == ("x = 1\n" * 1000)[:2000]
