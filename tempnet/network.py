@@ -196,19 +196,22 @@ class TempNet(nn.Module):
 
     @torch.no_grad()
     def init_prototypes(self, embeddings: Tensor) -> None:
-        """Set the prototypes (columns of W2) to the transformed embeddings of d2 randomly chosen training samples.
+        """Set the prototypes (columns of W2) to the transformed embeddings of d2 training samples, the first ones given.
 
-        The embeddings (d2, d0) are unit vectors of this network's own modality (TempNet Appendix D.1). Another shape, and
-        a network that does not read embeddings or has no projection, raise ValueError.
+        The embeddings (d2 or more, d0) of random samples are unit vectors of this network's own modality (TempNet Appendix
+        D.1). Fewer or others, and a network without a projection or on something else than embeddings, raise ValueError.
         """
         if self.config.kind != "embeddings" or self.projection is None:
             raise ValueError("init_prototypes is for a TempNet on embeddings with a projection layer")
-        expected = (self.config.num_prototypes, self.config.input_size)
-        if tuple(embeddings.shape) != expected:
+        wanted, (num, size) = self.config.num_prototypes, embeddings.shape
+        if num < wanted:
             raise ValueError(
-                f"embeddings has shape {tuple(embeddings.shape)}; {expected} is needed, one row per prototype"
+                f"the TempNet has {wanted} prototypes, which are the embeddings of as many training samples, but there are "
+                f"only {num}: choose num_prototypes of at most that"
             )
-        self.projection.copy_(self.hidden(embeddings.float()).T)
+        if size != self.config.input_size:
+            raise ValueError(f"the TempNet reads embeddings of {self.config.input_size} numbers, these have {size}")
+        self.projection.copy_(self.hidden(embeddings[:wanted].float()).T)
 
     def set_tau_max_eval(self, tau_max_eval: float | None) -> None:
         """Set τ_max for inference; it is saved with the network. None restores the τ_max of training."""

@@ -111,13 +111,6 @@ class SoftTriple(nn.Module):
                 center_regularizer(centers) if self.config.num_centers > 1 else centers.new_zeros(())
             )
 
-    def class_similarities(self, embeddings: Tensor) -> Tensor:
-        """Return the class scores S' (…, C) of vectors (…, d), without a margin."""
-        with torch.autocast(embeddings.device.type, enabled=False):
-            x = F.normalize(_wide(embeddings).flatten(0, -2), dim=-1)
-            found = self._similarities(x, F.normalize(_wide(self.centers), dim=-1))
-        return found.view(*embeddings.shape[:-1], -1)
-
     def _similarities(self, x: Tensor, centers: Tensor) -> Tensor:
         rows = max(1, _TILE_VALUES // (centers.shape[0] * centers.shape[1]))
         parts = [

@@ -82,11 +82,6 @@ class World:
         dist.reduce_scatter_single(reduced, x.contiguous(), group=self.group)
         return reduced
 
-    def barrier(self) -> None:
-        """Wait until all ranks have called this method."""
-        if self.size > 1:
-            dist.barrier(self.group)
-
 
 class SampleState:
     """Named float32 columns with two values (image, text) for each of N samples, sharded over the ranks.

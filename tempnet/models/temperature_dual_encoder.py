@@ -89,20 +89,9 @@ class TemperatureDualEncoder(nn.Module):
         TempNet without a projection layer (ablation) has no prototypes and is skipped. Fewer than d2 embeddings, and a loss
         without TempNets, raise ValueError.
         """
-        image_tempnet, text_tempnet = self._tempnets()
-        for modality, network, embeddings in (
-            ("image", image_tempnet, image_embeddings),
-            ("text", text_tempnet, text_embeddings),
-        ):
-            if not network.config.projection:
-                continue
-            num_prototypes = network.config.num_prototypes
-            if len(embeddings) < num_prototypes:
-                raise ValueError(
-                    f"the {modality} TempNet has {num_prototypes} prototypes, which are the embeddings of as many training "
-                    f"samples, but there are only {len(embeddings)}: choose num_prototypes of at most that"
-                )
-            network.init_prototypes(embeddings[:num_prototypes])
+        for network, embeddings in zip(self._tempnets(), (image_embeddings, text_embeddings), strict=True):
+            if network.config.projection:
+                network.init_prototypes(embeddings)
 
     @torch.no_grad()
     def predict_temperatures(self, image_embeddings: Tensor, text_embeddings: Tensor) -> tuple[Tensor, Tensor]:

@@ -152,11 +152,5 @@ class TemperatureSentenceEncoder(nn.Module):
         They are unit vectors, the same on all ranks; fewer than d2 raise ValueError.
         """
         assert self.loss is not None
-        network = self.loss.tempnet
-        assert network is not None
-        if len(sentences) < network.config.num_prototypes:
-            raise ValueError(
-                f"the TempNet has {network.config.num_prototypes} prototypes, and there are only {len(sentences)} sentences: "
-                "choose num_prototypes of at most that"
-            )
-        network.init_prototypes(sentences[: network.config.num_prototypes])
+        assert self.loss.tempnet is not None
+        self.loss.tempnet.init_prototypes(sentences)

@@ -259,17 +259,11 @@ def _plan_loss(
 
 
 def _compute(
-    plan: LossPlan,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    parameters: tuple[Tensor, ...],
-    needs: Sequence[bool],
-    row_weights: Tensor | None = None,
+    inputs: Sequence[Any], needs: Sequence[bool], row_weights: Tensor | None = None
 ) -> tuple[TokenLoss, tuple[Tensor | None, ...]]:
-    """Compute the results of all tokens, and the gradients of hidden, weight, bias and the parameters in `needs`."""
-    loss = TokenLoss(plan, hidden, weight, bias, parameters, needs)
+    """Compute the results of all tokens, and the gradients in `needs`; the inputs are those of the functions below."""
+    hidden, weight, bias, targets, plan, *parameters = inputs
+    loss = TokenLoss(plan, hidden, weight, bias, tuple(parameters), needs)
     if can_fuse(plan, hidden):
         add_tokens_by_kernels(loss, targets, row_weights)
     else:
@@ -278,20 +272,15 @@ def _compute(
 
 
 class _LossSum(torch.autograd.Function):
-    """Sum of the token losses; gradients are computed in the forward pass and scaled in place in the backward pass."""
+    """Sum of the token losses, from hidden, weight, bias, targets, plan and the TempNet's parameters.
+
+    Gradients are computed in the forward pass and scaled in place in the backward pass.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        plan: LossPlan,
-        *parameters: Tensor,
-    ) -> tuple[Tensor, ...]:
-        needs = [needed and plan.with_gradients for needed in ctx.needs_input_grad]
-        loss, ctx.gradients = _compute(plan, hidden, weight, bias, targets, parameters, needs)
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        needs = [needed and inputs[4].with_gradients for needed in ctx.needs_input_grad]
+        loss, ctx.gradients = _compute(inputs, needs)
         outputs = (loss.losses.sum(), loss.tau, loss.slopes, *loss.values)
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
@@ -314,28 +303,17 @@ class _TokenLosses(torch.autograd.Function):
     """Token losses; the backward pass processes all chunks again, with the upstream gradients as weights of rows."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        plan: LossPlan,
-        *parameters: Tensor,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         needs = (False,) * len(ctx.needs_input_grad)
-        loss, _ = _compute(plan, hidden, weight, bias, targets, parameters, needs)
-        ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.plan, ctx.parameters = plan, parameters
+        loss, _ = _compute(inputs, needs)
+        ctx.save_for_backward(*inputs[:4])
+        ctx.others = inputs[4:]
         outputs = (loss.losses, loss.tau, loss.slopes, *loss.values)
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets = ctx.saved_tensors
-        with torch.autocast(hidden.device.type, enabled=False):
-            _, gradients = _compute(
-                ctx.plan, hidden, weight, bias, targets, ctx.parameters, ctx.needs_input_grad, grad_outputs[0]
-            )
+        with torch.autocast(grad_outputs[0].device.type, enabled=False):
+            _, gradients = _compute((*ctx.saved_tensors, *ctx.others), ctx.needs_input_grad, grad_outputs[0])
         return *gradients[:3], None, None, *gradients[3:]

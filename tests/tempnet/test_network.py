@@ -141,7 +141,7 @@ def test_prototypes_are_transformed_samples() -> None:
     v = network.hidden(embeddings)
     # A sample's score is highest for its own prototype: both are the same direction.
     assert network.prototype_scores(v).argmax(-1).tolist() == [0, 1, 2, 3, 4]
-    with pytest.raises(ValueError, match=r"\(5, 20\) is needed"):
+    with pytest.raises(ValueError, match=r"has 5 prototypes, .* there are only 4"):
         network.init_prototypes(embeddings[:4])
     with pytest.raises(ValueError, match="for a TempNet on embeddings"):
         TempNet(TempNetConfig.for_logits(20, rho=1.0)).init_prototypes(embeddings)

@@ -100,17 +100,6 @@ def test_equal_centres_have_finite_gradients_and_nothing_to_count_is_no_loss() -
     nothing.backward()
 
 
-def test_class_similarities_are_what_the_loss_compares() -> None:
-    torch.manual_seed(3)
-    config = SoftTripleConfig(num_centers=3, margin=0.0)
-    module = SoftTriple(6, 4, config).double()
-    x, labels = torch.randn(2, 7, 6, dtype=torch.float64), torch.randint(4, (2, 7))
-    scores = module.class_similarities(x)
-    assert scores.shape == (2, 7, 4)
-    expected = F.cross_entropy(config.scale * scores.flatten(0, 1), labels.flatten())
-    torch.testing.assert_close(module(x, labels), expected)
-
-
 def test_tokens_bear_their_sentences_label() -> None:
     labels, mask = torch.tensor([1, 0]), torch.tensor([[1, 1, 0], [1, 1, 1]])
     assert token_labels(labels, mask).tolist() == [[1, 1, -100], [0, 0, 0]]

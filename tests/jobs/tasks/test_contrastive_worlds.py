@@ -86,7 +86,7 @@ def walk(rank: int, world_size: int, tasks: dict[str, Any], target: Path) -> Non
         found |= {f"weight {key}": value for key, value in whole_parameters(task.module, config.workers.zero_stage)}
         engine.checkpoint_engine = SafeCheckpointEngine()
         engine.save_checkpoint(str(directory), tag="engine", save_latest=False)
-        task.module.loss.world.barrier()
+        task.module.loss.world.sum(torch.zeros(1))  # a barrier
         if rank == 0:
             files = _parts(directory / "engine", world_size)
             read = [engine.checkpoint_engine.load(str(file), map_location="cpu") for file in files]

@@ -323,7 +323,7 @@ def test_prototypes_are_transformed_samples_of_their_own_modality() -> None:
         linear = network.first_layer
         expected = torch.sigmoid(F.linear(own, linear.weight, linear.bias)).T
         torch.testing.assert_close(network.projection.detach(), expected)
-    with pytest.raises(ValueError, match=r"text TempNet has 4 prototypes, .* there are only 3"):
+    with pytest.raises(ValueError, match=r"TempNet has 4 prototypes, .* there are only 3"):
         module.init_prototypes(images, texts[:3])
     with pytest.raises(ValueError, match="'clip' has no TempNets"):
         make_module("clip").init_prototypes(images, texts)

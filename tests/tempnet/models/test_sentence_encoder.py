@@ -218,5 +218,5 @@ def test_what_does_not_fit_is_refused() -> None:
     network = TempNet(TempNetConfig.for_embeddings(WIDTH, rho=1.0, num_prototypes=9))
     loss = UnimodalLoss(ContrastiveLossConfig.for_name("tempnet_in_batch"), tempnet=network)
     module = TemperatureSentenceEncoder(model, loss)
-    with pytest.raises(ValueError, match="has 9 prototypes, and there are only 4 sentences"):
+    with pytest.raises(ValueError, match=r"has 9 prototypes, .* there are only 4"):
         module.init_prototypes(torch.zeros(4, WIDTH))
