@@ -116,7 +116,7 @@ def check_named(config: object, **what: str) -> None:
 def check_least(config: object, **least: int) -> None:
     """Check that fields are at least as large as given (ValueError)."""
     for name, lowest in least.items():
-        if getattr(config, name) < lowest:
+        if not getattr(config, name) >= lowest:
             raise ValueError(f"{name} = {getattr(config, name)} must be at least {lowest}")
 
 

@@ -32,7 +32,7 @@ from jobs import (
 from jobs.engine.command import print_where_to_look
 from jobs.engine.command_line import parse_preset
 from jobs.scoring.dual_encoders.config import EvaluateClipConfig
-from jobs.scoring.dual_encoders.data import retrieval_sources
+from jobs.scoring.dual_encoders.evaluate import retrieval_sources
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.language_models.config import EvaluateConfig
 from jobs.scoring.playground.config import PlaygroundConfig

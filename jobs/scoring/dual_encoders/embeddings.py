@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -18,14 +18,34 @@ import safetensors.numpy
 
 from jobs.scoring.config import PoolSection
 from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, Encoder
-from jobs.scoring.dual_encoders.images import ImageSet, read_images
 from jobs.scoring.models import LoadedModel
 from jobs.scoring.units import Finished, UnitStore, Work, map_units
+from pipelines.images.pairs import PairSource
 
 # Increase this whenever the same input would give other embeddings.
 _VERSION = 2
 NUM_IMAGES_PER_UNIT = 256
 NUM_TEXTS_PER_UNIT = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSet:
+    """Images with the numbers 0 … num_images − 1."""
+
+    num_images: int
+    digest: str
+    """Digest that differs if the images or their order differ."""
+    read: Callable[[Sequence[int], int], Iterable[np.ndarray | str]]
+    """Yields, for each number, the image at a size S as uint8 (S, S, 3), or its name and why it cannot be used."""
+
+    @classmethod
+    def of_pairs(cls, source: PairSource) -> ImageSet:
+        """Returns the images of prepared pairs. All are readable, since preparation left out the others."""
+
+        def read(numbers: Sequence[int], image_size: int) -> np.ndarray:
+            return replace(source, image_size=image_size).read_images(numbers)
+
+        return cls(num_images=source.manifest.num_images, digest=source.manifest.digest, read=read)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +61,7 @@ class EncodingUnit:
     """The unit covers the images, or texts, with the numbers start … stop − 1 of the data set."""
     texts: tuple[str, ...] = ()
     key: str
+    """Hash of everything that decides the embeddings, as 24 hex digits."""
 
     @property
     def file(self) -> str:
@@ -53,37 +74,27 @@ class EncodingUnit:
         return f"{self.model.label} · {self.data} · {self.modality}s {self.start}–{self.stop - 1}"
 
 
-def image_units(model: DualEncoderSpec, precision: str, data: str, digest: str, num_images: int) -> list[EncodingUnit]:
-    """Returns the units of a data set's images; `digest` must identify the images and their order."""
-    spans = _spans(num_images, NUM_IMAGES_PER_UNIT)
-    return [
-        EncodingUnit(
-            model=model,
-            data=data,
-            modality="image",
-            start=start,
-            stop=stop,
-            key=_key(model.digest, precision, model.image_size, digest, start, stop),
-        )
-        for start, stop in spans
-    ]
+def encoding_units(
+    model: DualEncoderSpec, precision: str, data: str, images: ImageSet, texts: Sequence[str]
+) -> tuple[list[EncodingUnit], list[EncodingUnit]]:
+    """Returns the units of a data set's images, and those of its texts."""
 
+    def key(*what: Any) -> str:
+        content = json.dumps([_VERSION, model.digest, precision, *what]).encode()
+        return hashlib.blake2b(content, digest_size=12).hexdigest()
 
-def text_units(model: DualEncoderSpec, precision: str, data: str, texts: Sequence[str]) -> list[EncodingUnit]:
-    """Returns the units of a data set's texts."""
-    spans = _spans(len(texts), NUM_TEXTS_PER_UNIT)
-    return [
-        EncodingUnit(
-            model=model,
-            data=data,
-            modality="text",
-            start=start,
-            stop=stop,
-            texts=tuple(texts[start:stop]),
-            key=_key(model.digest, precision, model.num_text_tokens, *texts[start:stop]),
+    of_images, of_texts = [], []
+    for start in range(0, images.num_images, NUM_IMAGES_PER_UNIT):
+        stop = min(start + NUM_IMAGES_PER_UNIT, images.num_images)
+        name = key(model.image_size, images.digest, start, stop)
+        of_images.append(EncodingUnit(model=model, data=data, modality="image", start=start, stop=stop, key=name))
+    for start in range(0, len(texts), NUM_TEXTS_PER_UNIT):
+        part = tuple(texts[start : start + NUM_TEXTS_PER_UNIT])
+        name, stop = key(model.num_text_tokens, *part), start + len(part)
+        of_texts.append(
+            EncodingUnit(model=model, data=data, modality="text", start=start, stop=stop, texts=part, key=name)
         )
-        for start, stop in spans
-    ]
+    return of_images, of_texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,27 +108,6 @@ class Embeddings:
     problems: tuple[str, ...] = ()
     """Descriptions of the images that could not be read."""
 
-    @classmethod
-    def join(cls, parts: Sequence[Embeddings]) -> Embeddings:
-        """Concatenate the embeddings of several units."""
-        return cls(
-            rows=np.concatenate([part.rows for part in parts]),
-            numbers=np.concatenate([part.numbers for part in parts]),
-            problems=tuple(problem for part in parts for problem in part.problems),
-        )
-
-    @classmethod
-    def load(cls, content: bytes, start: int) -> Embeddings:
-        """Returns the embeddings of a unit that `save` has turned into a file."""
-        arrays = safetensors.numpy.load(content)
-        problems = json.loads(arrays["problems"].tobytes())
-        return cls(rows=arrays["rows"], numbers=start + arrays["numbers"], problems=tuple(problems))
-
-    def save(self, start: int) -> bytes:
-        """Returns the content of the file of a unit that begins at a number; numbers in it are relative to this."""
-        problems = np.frombuffer(json.dumps(self.problems).encode(), dtype=np.uint8)
-        return safetensors.numpy.save({"rows": self.rows, "numbers": self.numbers - start, "problems": problems})
-
 
 def embedding_store(directory: str) -> UnitStore:
     """Returns the store of the embeddings of an evaluation, given by its directory (a path or a URI)."""
@@ -125,21 +115,26 @@ def embedding_store(directory: str) -> UnitStore:
 
 
 def read_embeddings(store: UnitStore, units: Sequence[EncodingUnit]) -> Embeddings:
-    """Read the embeddings of finished units, joined."""
-    return Embeddings.join([Embeddings.load(store.read(unit.file), unit.start) for unit in units])
+    """Read the embeddings of finished units, joined. Numbers in their files are relative to the start of the unit."""
+    parts = [safetensors.numpy.load(store.read(unit.file)) for unit in units]
+    return Embeddings(
+        rows=np.concatenate([part["rows"] for part in parts]),
+        numbers=np.concatenate([unit.start + part["numbers"] for unit, part in zip(units, parts, strict=True)]),
+        problems=tuple(problem for part in parts for problem in json.loads(part["problems"].tobytes())),
+    )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Decoded:
-    """A unit that is ready to be encoded."""
-
-    unit: EncodingUnit
-    images: np.ndarray
-    """The images that can be used, uint8 (n, S, S, 3); none for a unit of texts."""
-    numbers: np.ndarray
-    """(n,) the number of each image or text in its data set."""
-    problems: Sequence[str] = ()
-    """Descriptions of the images that cannot be used."""
+def read_images(images: ImageSet, numbers: Sequence[int], image_size: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Returns the usable images as uint8 (n, S, S, 3), their numbers (n,), and a description of each unusable one."""
+    kept, views, problems = [], [], []
+    for number, view in zip(numbers, images.read(numbers, image_size), strict=True):
+        if isinstance(view, str):
+            problems.append(view)
+        else:
+            kept.append(number)
+            views.append(view)
+    shape = (0, image_size, image_size, 3)
+    return np.stack(views) if views else np.empty(shape, np.uint8), np.array(kept, dtype=np.int64), problems
 
 
 class _UnitEncoder:
@@ -148,21 +143,23 @@ class _UnitEncoder:
     def __init__(self, **options: Any) -> None:
         self._encoder = LoadedModel[DualEncoderSpec, Encoder](lambda spec: Encoder(spec, **options))
 
-    def __call__(self, decoded: _Decoded) -> Finished:
-        """Encode a unit.
+    def __call__(self, decoded: tuple[EncodingUnit, np.ndarray, np.ndarray, list[str]]) -> Finished:
+        """Encode a unit, given with its images (n, S, S, 3), the numbers of images or texts (n,), and the problems.
 
         Raises:
             ValueError: if embeddings are not finite: nothing can be said of the model then.
         """
-        encoder, unit = self._encoder.get(decoded.unit.model), decoded.unit
-        rows = encoder.images(decoded.images) if unit.modality == "image" else encoder.texts(unit.texts)
+        unit, images, numbers, problems = decoded
+        encoder = self._encoder.get(unit.model)
+        rows = encoder.images(images) if unit.modality == "image" else encoder.texts(unit.texts)
         if bad := int((~np.isfinite(rows)).any(-1).sum()):
             raise ValueError(
                 f"model = {unit.model.path!r}: the embeddings of {bad} of {len(rows)} {unit.modality}s ({unit.start} to "
                 f"{unit.stop - 1}) are NaN or infinite"
             )
-        embeddings = Embeddings(rows=rows, numbers=decoded.numbers, problems=tuple(decoded.problems))
-        return Finished(files={unit.file: embeddings.save(unit.start)}, num_cases=len(rows))
+        said = np.frombuffer(json.dumps(problems).encode(), dtype=np.uint8)
+        content = safetensors.numpy.save({"rows": rows, "numbers": numbers - unit.start, "problems": said})
+        return Finished(files={unit.file: content}, num_cases=len(rows))
 
 
 def encode_missing(
@@ -174,7 +171,7 @@ def encode_missing(
     precision: str,
     batch_size: int,
 ) -> dict[str, str]:
-    """Encode the units that the store lacks, and put each into it as soon as it is finished.
+    """Encode the units that the store lacks, and return title → reason for every unit that failed.
 
     Args:
         units: the units; those that are in the store already, or occur twice, are not encoded again.
@@ -183,32 +180,19 @@ def encode_missing(
         pool: number and resources of the workers.
         precision: precision of the encoders, fp32 or bf16.
         batch_size: number of images, or of texts, per forward pass.
-
-    Returns:
-        title → reason for every unit that failed.
     """
     by_key = {unit.key: unit for unit in units}  # two data sets may have the same texts
     finished = store.names()
     left = [unit for unit in by_key.values() if unit.file not in finished]
     print(f"{len(by_key)} units, {len(by_key) - len(left)} of them encoded before; {store.directory}")
 
-    def read(unit: EncodingUnit) -> Iterator[_Decoded]:
+    def read(unit: EncodingUnit) -> Iterator[tuple[EncodingUnit, np.ndarray, np.ndarray, list[str]]]:
         numbers = np.arange(unit.start, unit.stop)
         if unit.modality == "text":
-            yield _Decoded(unit=unit, images=np.empty(0, np.uint8), numbers=numbers)
-            return
-        images, numbers, problems = read_images(sets[unit.data], numbers.tolist(), unit.model.image_size)
-        yield _Decoded(unit=unit, images=images, numbers=numbers, problems=problems)
+            yield unit, np.empty(0, np.uint8), numbers, []
+        else:
+            yield unit, *read_images(sets[unit.data], numbers.tolist(), unit.model.image_size)
 
     model = partial(_UnitEncoder, precision=precision, batch_size=batch_size, use_gpu=pool.use_gpu)
     work: Work[EncodingUnit] = Work(read=read, model=model, title=lambda unit: unit.title, noun="samples")
     return map_units(left, work, pool, store).failed
-
-
-def _spans(num: int, size: int) -> list[tuple[int, int]]:
-    return [(start, min(start + size, num)) for start in range(0, num, size)]
-
-
-def _key(*what: Any) -> str:
-    """Returns a hash of everything that decides the embeddings of a unit, as 24 hex digits."""
-    return hashlib.blake2b(json.dumps([_VERSION, *what]).encode(), digest_size=12).hexdigest()

@@ -1,4 +1,4 @@
-"""Dual encoders to be scored: their description, and encoding images and texts into unit embeddings, in batches.
+"""Dual encoders to be scored: their description, the pairs they read, and encoding into unit embeddings, in batches.
 
 Shapes: n samples, S side of the image, d size of the embedding.
 """
@@ -14,11 +14,15 @@ import numpy as np
 import torch
 
 from jobs.engine.fields import absolute_path
-from jobs.scoring.models import ModelSpec
+from jobs.scoring.headroom.config import Headroom
+from jobs.scoring.models import ModelSpec, model_labels
+from jobs.scoring.temperatures.config import PredictPairTemperaturesConfig
 from jobs.tasks.base import naming_field
+from pipelines.archives import resolve_source
 from pipelines.images.captions import CaptionEncoder
+from pipelines.images.prepare import PrepareImagesConfig, check_source
 from pipelines.local_copy import is_directory, local_copy
-from pipelines.storage import join
+from pipelines.storage import join, relative
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.fingerprints import files_digest
 from tempnet.models.dual_encoder import DualEncoder
@@ -67,6 +71,10 @@ class DualEncoderSpec(ModelSpec):
             num_text_tokens=model.config.num_text_tokens,
             vocab_size=tokens.num_embeddings,
         )
+
+    def record(self) -> dict[str, Any]:
+        """Returns the digest and the sizes of what the model reads, without its location."""
+        return {f"model.{name}": getattr(self, name) for name in ("digest", "image_size", "num_text_tokens")}
 
     @property
     def tokenizer(self) -> str:
@@ -124,3 +132,42 @@ def caption_encoder(spec: DualEncoderSpec, *, field: str = "models") -> CaptionE
             f"{field}: the tokenizer in {spec.tokenizer!r} has {len(tokenizer)} tokens, the model {spec.vocab_size}"
         )
     return CaptionEncoder(tokenizer=tokenizer, num_text_tokens=spec.num_text_tokens)
+
+
+def resolve_pairs(config: PredictPairTemperaturesConfig | Headroom) -> tuple[PrepareImagesConfig, DualEncoderSpec]:
+    """Returns how the pairs of a configuration are prepared, and its model.
+
+    Raises:
+        FileNotFoundError, OSError: if images, captions or the model are missing.
+        ValueError: naming the field, if they are not understood.
+    """
+    images = PrepareImagesConfig(
+        source=absolute_path(config.images),
+        captions=absolute_path(config.captions),
+        splits=config.splits,
+        max_bad_share=config.max_bad_share,
+        key_dot=config.key_dot,
+    )
+    with naming_field("images: "):
+        check_source(images)
+    (label,) = model_labels([config.model])
+    model = DualEncoderSpec.read(label, config.model, field="model")
+    caption_encoder(model, field="model")
+    return images, model
+
+
+def pairs_record(images: PrepareImagesConfig) -> dict[str, Any]:
+    """Returns the archives of a source of pairs and their captions, without locations and the tolerated problems.
+
+    The contents of archives are identified by their sizes; an archive that changes while it is read is detected by
+    checksums. Errors are those of `check_source`.
+    """
+    archives, captions = check_source(images)
+    root = resolve_source(images.source)[1]
+    sizes = {f"archive {relative(one.path, root)} (bytes)": [one.num_bytes, len(one.files)] for one in archives}
+    return {
+        "num_captioned_images": None if captions is None else len(captions.captions),
+        "splits": list(images.splits),
+        **({} if images.key_dot == "first" else {"key_dot": images.key_dot}),
+        **sizes,
+    }

@@ -7,7 +7,8 @@ from typing import Literal
 
 from jobs.engine.config import RunSection, TrackingSection
 from jobs.engine.fields import FREE_TO_CHANGE, PATH
-from jobs.scoring.config import LanguageModelPool, PoolSection, check_least, check_precision, check_share
+from jobs.scoring.config import OutputConfig, PoolSection, check_least, check_named
+from jobs.scoring.temperatures.config import TextReadingConfig
 from jobs.scoring.verifiers.verifier import VerifierSection
 
 _OF_TEXT = (
@@ -17,7 +18,7 @@ _OF_IMAGES = ("key_dot", "captions", "splits", "gallery_images", "gallery_seed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Headroom:
+class Headroom(TextReadingConfig):
     """Measure what a temperature per token, image or caption could gain over the best constant; nothing is trained.
 
     With --verifier.name the gain is one of reward, on --prompts: --verifier.name NAME --help lists these options.
@@ -55,59 +56,28 @@ class Headroom:
     end_of_document: Literal["measured", "target", "ignored"] = "measured"
     """Whether the end-of-text token after every document counts, as in training (data.end_of_document). measured: if the
     model gives it a probability of 1 % or more, geometric mean over the ends of the documents."""
-    max_documents: int = 0
-    """Maximum number of documents read from each archive of text. 0: all."""
-    context_length: int = 0
-    """Number of positions that a language model reads at once. 0: all that it was built for."""
-    stride: int = 0
-    """Tokens between the starts of a long document's windows, 1 … context_length. 0: half of context_length."""
     batch_size: int = 16
     """Number of windows, or of images or captions, per forward pass."""
     precision: Literal["fp32", "bf16", "int8", "fp8"] = "fp32"
     """Precision of the model; int8, fp8: weights of a language model in eight bits, products in bfloat16, by torchao."""
-    text_field: str = "text"
-    """Name of the field or column that contains the text."""
     part_characters: int = 200_000
     """Characters per part of the text. A part is measured, written and resumed as a unit."""
     key_dot: Literal["first", "last"] = "first"
     """Dot of a member's name in a tar at which the key of its sample ends: webdataset's is the first."""
-    max_bad_share: float = 0.01
-    """Largest share of records, in [0, 1], that may be unreadable before the job fails."""
     storage: str = ""
     """Directory or URI of the MLflow store. Default: $TEMPNET_HOME, else ./runs."""
-    workers: LanguageModelPool = field(default_factory=LanguageModelPool)
     tracking: TrackingSection = field(default_factory=lambda: TrackingSection(experiment="headroom"))
 
     def __post_init__(self) -> None:
         self._check_data()
-        check_least(
-            self,
-            folds=3,
-            gallery_images=3,
-            gallery_seed=0,
-            tokens_per_document=1,
-            max_documents=0,
-            context_length=0,
-            stride=0,
-            batch_size=1,
-            part_characters=1,
-        )
-        check_precision("precision", self.precision)
-        check_share("max_bad_share", self.max_bad_share)
-        if not self.least_gain >= 0:
-            raise ValueError(f"least_gain = {self.least_gain:g} must not be negative")
-        if not self.output:
-            raise ValueError("output is empty: name a directory or URI for the results")
+        TextReadingConfig.__post_init__(self)
+        check_least(self, folds=3, gallery_images=3, gallery_seed=0, tokens_per_document=1, least_gain=0)
+        check_named(self, output="a directory or URI for the results")
         _ = self.run.resolved_storage
 
     def _check_data(self) -> None:
-        """Check that there is one kind of data, and that no field is set that the other kind reads.
-
-        Raises:
-            ValueError: naming the field.
-        """
-        if not self.model:
-            raise ValueError("model is empty: it must name a model")
+        """Check that there is one kind of data, and that no field is set that only the other kind reads (ValueError)."""
+        check_named(self, model="a model")
         if not (self.text or self.images):
             raise ValueError(
                 "text and images are both empty: give text for a language model, or images for an image–text model"
@@ -135,7 +105,7 @@ class Headroom:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardHeadroom:
+class RewardHeadroom(OutputConfig):
     """Measure what temperatures could gain of a verifier's reward over the best constant; nothing is trained."""
 
     model: str = field(metadata=PATH)
@@ -167,22 +137,11 @@ class RewardHeadroom:
     """Data type of the model."""
     trust_remote_code: bool = False
     """Allow Transformers to run code that is shipped with the model."""
-    storage: str = ""
-    """Directory or URI of the MLflow store. Default: $TEMPNET_HOME, else ./runs."""
     workers: PoolSection = field(default_factory=PoolSection)
     tracking: TrackingSection = field(default_factory=lambda: TrackingSection(experiment="headroom"))
 
     def __post_init__(self) -> None:
-        check_least(self, texts_per_prompt=4, max_new_tokens=1, seed=0, limit=0, prompts_at_a_time=1)
+        OutputConfig.__post_init__(self)
+        check_least(self, texts_per_prompt=4, max_new_tokens=1, seed=0, limit=0, prompts_at_a_time=1, least_gain=0)
         if self.texts_per_prompt % 2:
             raise ValueError(f"texts_per_prompt = {self.texts_per_prompt} must be even: one half chooses for the other")
-        if not self.least_gain >= 0:
-            raise ValueError(f"least_gain = {self.least_gain:g} must not be negative")
-        if not self.output:
-            raise ValueError("output is empty: name a directory or URI for the results")
-        _ = self.storage_section.resolved_storage
-
-    @property
-    def storage_section(self) -> RunSection:
-        """The storage as the section that training runs use, checked by the same rules."""
-        return RunSection(name="headroom", storage=self.storage)

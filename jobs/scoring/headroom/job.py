@@ -1,6 +1,6 @@
 """The job: held-out data → tables of measured predictions → the test → figures, a diagram and MLflow.
 
-The figures depend neither on the number of workers nor on the order in which they finish (`questions.Measurement`).
+The figures depend neither on the number of workers nor on the order in which they finish.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,10 @@ from jobs.engine.cluster import start_ray
 from jobs.engine.identity import flatten
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.headroom.questions import Measurement, Question
-from jobs.scoring.headroom.report import figures, metrics, plot, summary
+from jobs.scoring.headroom.report import Question, figures, metrics, plot, summary
 from jobs.scoring.headroom.tables import count_documents, read_measured
 from jobs.scoring.results import ResultRun, publish
-from jobs.scoring.units import UnitStore, settings_digest
-from pipelines.storage import resolve
+from jobs.scoring.units import UnitStore, absolute_output, settings_digest
 from tempnet.headroom.run import HeadroomTest, run_headroom_test
 
 RESULTS_FILE = "headroom.json"
@@ -35,32 +32,37 @@ def measure_headroom(config: Headroom) -> dict[str, Any]:
     """Run or continue the job, print its tables and verdicts, and return what headroom.json holds.
 
     Raises:
-        ValueError, OSError: as far as possible before any work starts, see `resolve_measurement`.
+        ValueError, OSError: as far as possible before any work starts, naming the field and the value.
         ScoringFailedError: naming everything that failed; what was finished is kept.
         TooManyProblemsError: if too many records are unreadable.
     """
+    from jobs.scoring.headroom.pairs import PairMeasurement
+    from jobs.scoring.headroom.texts import TextMeasurement
+
     uri = resolve_uri(config.tracking, config.run.resolved_storage)
-    measurement = resolve_measurement(config)
-    output = config.output if "://" in config.output else resolve(config.output)[1]
-    record = measurement.record()
+    measurement = PairMeasurement.resolve(config) if config.images else TextMeasurement.resolve(config)
+    output, record = absolute_output(config.output), measurement.record()
     UnitStore(output).claim(record)
     started = time.monotonic()
     questions = measurement.measure(output)
-    tests = _run_tests(config, output, questions)
+    start_ray()
+    cpus = config.workers.cpus_per_worker
+    run = ray.remote(num_cpus=cpus)(run_test)
+    tests = ray.get([run.remote(output, question, config.folds, max(1, int(cpus))) for question in questions])
     found = [
-        figures(test, question, least_gain=config.least_gain) for question, test in zip(questions, tests, strict=True)
+        (question, test, figures(test, question, least_gain=config.least_gain))
+        for question, test in zip(questions, tests, strict=True)
     ]
     values: dict[str, Any] = {}
-    for question, part in zip(questions, found, strict=True):
+    for question, _, part in found:
         values |= {question.name: part} if question.name else part
     values |= {"folds": config.folds, **measurement.facts(output, questions), "settings": record}
-    parts = zip(questions, found, tests, strict=True)
-    said = "\n\n".join(summary(question, part) + measurement.advice(test, question) for question, part, test in parts)
+    said = "\n\n".join(summary(question, part) + measurement.advice(test, question) for question, test, part in found)
     digest = settings_digest(record)
 
     def write(directory: Path) -> None:
         (directory / RESULTS_FILE).write_text(json.dumps(_finite(values), indent=1, ensure_ascii=False) + "\n")
-        plot(list(zip(questions, tests, found, strict=True)), directory / DIAGRAM_FILE)
+        plot(found, directory / DIAGRAM_FILE)
 
     publish(
         output,
@@ -71,9 +73,9 @@ def measure_headroom(config: Headroom) -> dict[str, Any]:
             name="headroom",
             digest=digest,
             parameters=flatten(config),
-            metrics={name: value for pair in zip(questions, found, strict=True) for name, value in metrics(*pair)},
+            metrics={name: value for question, _, part in found for name, value in metrics(question, part)},
             note=said,
-            data_sets={"evaluation": (measurement.kind, digest, measurement.source)},
+            data_sets={"evaluation": ("images" if config.images else "text", digest, measurement.source)},
         ),
     )
     if measurement.warning:
@@ -83,31 +85,6 @@ def measure_headroom(config: Headroom) -> dict[str, Any]:
         f"{questions[0].document}s\n{output}/{RESULTS_FILE} and {DIAGRAM_FILE}"
     )
     return values
-
-
-def resolve_measurement(config: Headroom) -> Measurement:
-    """Check the data and the model of a configuration, before Ray is started or the model is run.
-
-    Raises:
-        ValueError, OSError: naming the field and the value.
-    """
-    if config.images:
-        from jobs.scoring.headroom.pairs import PairMeasurement
-
-        return PairMeasurement.resolve(config)
-    from jobs.scoring.headroom.texts import TextMeasurement
-
-    return TextMeasurement.resolve(config)
-
-
-def _run_tests(config: Headroom, output: str, questions: Sequence[Question]) -> list[HeadroomTest]:
-    start_ray()
-    num_threads = max(1, int(config.workers.cpus_per_worker))
-    run = ray.remote(num_cpus=config.workers.cpus_per_worker)(run_test)
-    tests: list[HeadroomTest] = ray.get(
-        [run.remote(output, question, config.folds, num_threads) for question in questions]
-    )
-    return tests
 
 
 def run_test(output: str, question: Question, num_folds: int, num_threads: int) -> HeadroomTest:

@@ -1,104 +1,197 @@
-"""The predictions of an image–text model: checked settings, and prepared images → embeddings → galleries → tables.
+"""The predictions of an image–text model: prepared images → embeddings → galleries → tables, one for each direction.
 
-The encoders see every image and caption once: embeddings are kept in the output, in the store of `jobs.evaluate_clip`. A
-job that is started again encodes and measures only what its output still lacks. The tables, one for each direction,
-depend neither on the number of workers nor on the order in which units are finished. How many images can be read is
-known only once they are prepared; all else is checked before Ray is started.
+The encoders see every image and caption once: embeddings are kept in the output, in the store of `jobs.evaluate_clip`. How
+many images can be read is known only once they are prepared; all else is checked before Ray is started.
+
+With unit vectors x_i of images and y_j of captions, and unit τ₀, the scores are s_ij = ⟨x_i, y_j⟩/τ₀. Pair j, of image i, is
+
+    image → text    a query x_i, whose candidates are caption j and the captions of all other images of the gallery
+    text → image    a query y_j, whose candidates are all images of the gallery
+
+and the cross-entropy is −log softmax(s)_j, or _i. It is CLIP's (Radford et al. 2021, section 2.3) with a gallery as the
+batch, except that other captions of an image are not its negatives (as in `tempnet.contrastive.retrieval.cross_entropy`).
+
+Images are dealt out to galleries at random within windows of consecutive images, so that embeddings are read once, and a
+window at a time, however many there are. A window has the images of eight galleries, the last one up to as many more:
+data that are sorted by subject are mixed within it, not beyond. Every gallery has the same number of images, so that
+cross-entropies can be compared: the last gallery of a window is filled up with images of its first ones, which are only
+candidates there. Everything is a pure function of the number of images, the size of a gallery and a seed.
+
+Shapes: n images and t captions of a window, m images and c captions of a gallery, q queries, d size of an embedding.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from jobs.engine.cluster import start_ray
-from jobs.scoring.dual_encoders.data import model_record, pairs_record, resolve_pairs
 from jobs.scoring.dual_encoders.embeddings import (
     EncodingUnit,
+    ImageSet,
     embedding_store,
     encode_missing,
-    image_units,
+    encoding_units,
     read_embeddings,
-    text_units,
 )
-from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, caption_encoder
-from jobs.scoring.dual_encoders.images import PairImages
+from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, caption_encoder, pairs_record, resolve_pairs
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.headroom.galleries import (
-    DIRECTIONS,
-    EmbeddedWindow,
-    ImageRange,
-    WindowMeasurer,
-    find_unit_tau,
-    windows,
+from jobs.scoring.headroom.report import Question
+from jobs.scoring.headroom.tables import measured_table
+from jobs.scoring.units import (
+    Finished,
+    ScoringFailedError,
+    UnitStore,
+    Work,
+    check_pool,
+    map_units,
+    part_file,
+    to_parquet,
 )
-from jobs.scoring.headroom.questions import Question
-from jobs.scoring.units import ScoringFailedError, UnitStore, Work, check_pool, map_units
 from jobs.tasks.base import naming_field
+from pipelines.images.pairs import PairSource
 from pipelines.images.prepare import PrepareImagesConfig, describe, prepare_images
 from pipelines.local_copy import local_copy
+from tempnet.contrastive.retrieval import cross_entropy
+from tempnet.headroom.features import Tokens
 from tempnet.headroom.run import HeadroomTest
 from tempnet.models.dual_encoder import load_training_temperature
 
-PREPARED_DIRECTORY = "_prepared"
 FORMAT_VERSION = 1
 FEATURES = {"scalars": "scalars of the scores", "hidden": "embedding", "both": "both"}
-_NOUNS = {"image_to_text": ("image", "caption"), "text_to_image": ("caption", "image")}
+DIRECTIONS = {"image_to_text": ("image", "caption"), "text_to_image": ("caption", "image")}
+"""Name of a direction → what looks for what."""
+# Maximum number of scores held in float64 at a time (32 MiB); a profile needs four copies.
+_NUM_SCORES_AT_ONCE = 1 << 22
+GALLERIES_PER_WINDOW = 8
+# Keeps these random generators distinct from others that are keyed by a seed and a number.
+_STREAM = 0x67616C6C
+# From 2⁻¹⁰ to 2⁶, because cosines lie in [−1, 1]: below, all of softmax is on the best candidate, above, it is uniform.
+CANDIDATES = tuple(2.0 ** (number / 2) for number in range(-20, 13))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairHeadroomSettings:
-    """Settings for the workers; local paths are absolute, because a worker has its own working directory."""
+class ImageRange(NamedTuple):
+    """A window: the images first … stop − 1, which are measured and written as a unit."""
 
-    images: PrepareImagesConfig
-    model: DualEncoderSpec
-    own_tau: float | None
-    """The constant temperature that the model was trained at; None if it has none."""
-    precision: Literal["fp32", "bf16"]
-    batch_size: int
-    gallery_images: int
-    gallery_seed: int
+    number: int
+    first: int
+    stop: int
 
-    def record(self) -> dict[str, Any]:
-        """Returns everything that decides what is measured, as a flat mapping."""
-        names = ("own_tau", "precision", "gallery_images", "gallery_seed")
-        return {
-            "version": FORMAT_VERSION,
-            "kind": "image-text pairs",
-            **{name: getattr(self, name) for name in names},
-            **model_record(self.model),
-            **pairs_record(self.images),
-        }
+    def file(self, direction: str) -> str:
+        """Returns the name of the table of a direction."""
+        return part_file(list(DIRECTIONS).index(direction), self.number)
 
 
-def resolve_settings(config: Headroom) -> PairHeadroomSettings:
-    """Returns the settings for a configuration with images.
+class Gallery(NamedTuple):
+    """Images of a window that are candidates for each other's captions."""
 
-    Raises:
-        FileNotFoundError, OSError: if images, captions or the model are missing.
-        ValueError: naming the field, if they do not fit together or the model is none of images and texts.
+    images: np.ndarray
+    """(m,) places of the images in their window."""
+    num_queries: int
+    """The first of the images have this gallery as theirs; the others only fill it up."""
+
+
+class EmbeddedWindow(NamedTuple):
+    """A window with the embeddings of its pairs."""
+
+    window: ImageRange
+    images: np.ndarray
+    """(n, d) unit rows, float32."""
+    texts: np.ndarray
+    """(t, d) unit rows, float32."""
+    owners: np.ndarray
+    """(t,) place in the window of the image that each caption belongs to."""
+
+
+def windows(num_images: int, gallery_images: int) -> list[ImageRange]:
+    """Returns the windows of a data set in order; a rest that would be shorter than a window belongs to the last one."""
+    size = GALLERIES_PER_WINDOW * gallery_images
+    bounds = [*range(0, max(1, num_images // size) * size, size), num_images]
+    return [ImageRange(number, first, stop) for number, (first, stop) in enumerate(itertools.pairwise(bounds))]
+
+
+def galleries(window: ImageRange, gallery_images: int, seed: int) -> list[Gallery]:
+    """Returns the galleries of a window, of at most `gallery_images` images; each image is a query of exactly one."""
+    order = np.random.default_rng([seed, _STREAM, window.number]).permutation(window.stop - window.first)
+    size = min(gallery_images, len(order))
+    parts = [order[start : start + size] for start in range(0, len(order), size)]
+    return [Gallery(np.concatenate([part, order[: size - len(part)]]), len(part)) for part in parts]
+
+
+class WindowMeasurer:
+    """Makes the tables of a window, in a worker: one for each direction, with a row for every pair, in order.
+
+    Scores are divided by `unit_tau`; galleries have `gallery_images` images and are drawn by `seed`.
     """
-    assert config.precision in ("fp32", "bf16")
-    images, model = resolve_pairs(config)
-    with naming_field("model: "):
-        own_tau = load_training_temperature(local_copy(model.path))
-    return PairHeadroomSettings(
-        images=images,
-        model=model,
-        own_tau=own_tau,
-        precision=config.precision,
-        batch_size=config.batch_size,
-        gallery_images=config.gallery_images,
-        gallery_seed=config.gallery_seed,
-    )
+
+    def __init__(self, *, unit_tau: float, gallery_images: int, seed: int) -> None:
+        self._unit_tau, self._gallery_images, self._seed = unit_tau, gallery_images, seed
+
+    def __call__(self, embedded: EmbeddedWindow) -> Finished:
+        """Make the tables of a window."""
+        num_images = len(embedded.images)
+        files = {
+            embedded.window.file(name): to_parquet(measured_table(tokens, embedded.owners, num_documents=num_images))
+            for name, tokens in self.measure(embedded).items()
+        }
+        return Finished(files=files, num_cases=len(embedded.owners))
+
+    @torch.inference_mode()
+    def measure(self, embedded: EmbeddedWindow) -> dict[str, Tokens]:
+        """Returns, for each direction, what is known of all pairs of a window, in order."""
+        images, texts = (torch.from_numpy(rows).double() for rows in (embedded.images, embedded.texts))
+        owners = torch.from_numpy(embedded.owners.astype(np.int64))
+        found: dict[str, list[Tokens]] = {name: [] for name in DIRECTIONS}
+        pairs: list[Tensor] = []
+        for gallery in galleries(embedded.window, self._gallery_images, self._seed):
+            captions, owner_of = _captions_of(gallery, owners, len(images))
+            x, y = images[gallery.images] / self._unit_tau, texts[captions]
+            queries = (owner_of < gallery.num_queries).nonzero().squeeze(-1)  # places among the captions
+            pairs.append(captions[queries])
+            for chunk in queries.split(max(1, _NUM_SCORES_AT_ONCE // max(len(x), len(y)))):
+                owner = owner_of[chunk]
+                others = owner_of == owner.unsqueeze(-1)
+                others[torch.arange(len(chunk)), chunk] = False
+                scores = (x[owner] @ y.T).masked_fill_(others, -torch.inf)
+                hidden = images[owners[captions[chunk]]]
+                found["image_to_text"].append(Tokens.of_logits(scores, chunk, hidden))
+                found["text_to_image"].append(Tokens.of_logits(y[chunk] @ x.T, owner, y[chunk]))
+        order = torch.cat(pairs).argsort()
+        return {name: Tokens.join(parts, order) for name, parts in found.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Embedded:
+def _captions_of(gallery: Gallery, owners: Tensor, num_images: int) -> tuple[Tensor, Tensor]:
+    """Returns the captions (c,) of a gallery, by their place in the window, and their images', by that in the gallery."""
+    place = torch.full((num_images,), -1)
+    place[gallery.images] = torch.arange(len(gallery.images))
+    captions = (place[owners] >= 0).nonzero().squeeze(-1)
+    return captions, place[owners[captions]]
+
+
+def find_unit_tau(embedded: EmbeddedWindow, gallery_images: int, seed: int) -> float:
+    """Returns the one of `CANDIDATES` with the lowest cross-entropy in the first gallery, both directions together.
+
+    A profile covers 8 times less to 8 times more, in which the best constant is then found exactly. Because the
+    candidates are far apart, rounding in the embeddings does not change the choice from one machine to another.
+    """
+    gallery = galleries(embedded.window, gallery_images, seed)[0]
+    captions, owners = _captions_of(gallery, torch.tensor(embedded.owners), len(embedded.images))
+    image, text = torch.tensor(embedded.images)[gallery.images], torch.tensor(embedded.texts)[captions]
+
+    def loss(tau: float) -> float:
+        return cross_entropy(image, text, owners, (torch.tensor([tau]), torch.tensor([tau])))
+
+    return min(CANDIDATES, key=loss)
+
+
+class _Embedded(NamedTuple):
     """Where the embeddings of all pairs are."""
 
     store: UnitStore
@@ -109,13 +202,9 @@ class _Embedded:
 
     def read(self, window: ImageRange) -> EmbeddedWindow:
         """Read the embeddings of a window."""
-        first, stop = np.searchsorted(self.owners, [window.first, window.stop])
-        return EmbeddedWindow(
-            window=window,
-            images=self._rows(self.images, window.first, window.stop),
-            texts=self._rows(self.texts, int(first), int(stop)),
-            owners=self.owners[first:stop] - window.first,
-        )
+        first, stop = np.searchsorted(self.owners, [window.first, window.stop]).tolist()
+        images, texts = self._rows(self.images, window.first, window.stop), self._rows(self.texts, first, stop)
+        return EmbeddedWindow(window, images, texts, self.owners[first:stop] - window.first)
 
     def _rows(self, units: list[EncodingUnit], first: int, stop: int) -> np.ndarray:
         """Return the rows of the images, or texts, first … stop − 1."""
@@ -126,11 +215,13 @@ class _Embedded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairMeasurement:
-    """Image–text pairs and an image–text model."""
+    """Image–text pairs and an image–text model, checked; local paths are absolute, for the workers."""
 
     config: Headroom
-    settings: PairHeadroomSettings
-    kind: str = "images"
+    images: PrepareImagesConfig
+    model: DualEncoderSpec
+    own_tau: float | None
+    """The constant temperature that the model was trained at; None if it has none."""
     warning: str = ""
 
     @classmethod
@@ -138,22 +229,33 @@ class PairMeasurement:
         """Check a configuration.
 
         Raises:
-            ValueError, OSError: before any work starts, see `resolve_settings`.
+            FileNotFoundError, OSError: if images, captions or the model are missing.
+            ValueError: naming the field, if they do not fit together or the model is none of images and texts.
         """
-        return cls(config=config, settings=resolve_settings(config))
+        images, model = resolve_pairs(config)
+        with naming_field("model: "):
+            own_tau = load_training_temperature(local_copy(model.path))
+        return cls(config=config, images=images, model=model, own_tau=own_tau)
 
     @property
     def source(self) -> str:
         """Path or URI of the images."""
-        return self.settings.images.source
+        return self.images.source
 
     def record(self) -> dict[str, Any]:
-        """Returns everything that decides what is measured, without file locations and the batch size."""
-        return self.settings.record()
+        """Returns everything that decides what is measured, as a flat mapping, without locations and the batch size."""
+        return {
+            "version": FORMAT_VERSION,
+            "kind": "image-text pairs",
+            "own_tau": self.own_tau,
+            **{name: getattr(self.config, name) for name in ("precision", "gallery_images", "gallery_seed")},
+            **self.model.record(),
+            **pairs_record(self.images),
+        }
 
     def facts(self, output: str, questions: Sequence[Question]) -> dict[str, Any]:
-        """Returns the model's own temperature (None if it has none) and the size of a gallery."""
-        return {"own_tau": self.settings.own_tau, "gallery_images": self.settings.gallery_images}
+        """Returns what headroom.json says of the data: the model's own temperature and the size of a gallery."""
+        return {"own_tau": self.own_tau, "gallery_images": self.config.gallery_images}
 
     def advice(self, test: HeadroomTest, question: Question) -> str:
         """Returns nothing: no command trains a TempNet for the retrieval cross-entropy of a gallery."""
@@ -170,17 +272,16 @@ class PairMeasurement:
         start_ray()
         check_pool(self.config.workers, reads=True)  # before the images are prepared
         embedded = self._encode(output)
-        num_images = int(embedded.owners[-1]) + 1
-        parts = windows(num_images, self.settings.gallery_images)
-        unit_tau = self.settings.own_tau
+        size, seed = self.config.gallery_images, self.config.gallery_seed
+        parts = windows(int(embedded.owners[-1]) + 1, size)
+        unit_tau = self.own_tau
         if unit_tau is None:
-            unit_tau = find_unit_tau(embedded.read(parts[0]), self.settings.gallery_images, self.settings.gallery_seed)
+            unit_tau = find_unit_tau(embedded.read(parts[0]), size, seed)
             print(
                 f"{self.config.model} holds no constant temperature that it was trained at, so that temperatures are "
                 f"compared with the best constant only; they are looked for around {unit_tau:.3g}"
             )
         self._measure_missing(output, embedded, parts, unit_tau)
-        own_name = "" if self.settings.own_tau is None else f"the model's τ = {unit_tau:.4g}"
         return [
             Question(
                 name=name,
@@ -192,42 +293,36 @@ class PairMeasurement:
                 candidate=candidate,
                 features=FEATURES,
                 unit_tau=unit_tau,
-                own_name=own_name,
+                own_name="" if self.own_tau is None else f"the model's τ = {unit_tau:.4g}",
             )
-            for name, (noun, candidate) in _NOUNS.items()
+            for name, (noun, candidate) in DIRECTIONS.items()
         ]
 
     def _encode(self, output: str) -> _Embedded:
         """Prepare the images and encode what the store lacks."""
-        settings, config = self.settings, self.config
-        manifest = prepare_images(
-            settings.images, f"{output}/{PREPARED_DIRECTORY}", max_bad_share_field="max_bad_share"
-        )
+        config = self.config
+        manifest = prepare_images(self.images, f"{output}/_prepared", max_bad_share_field="max_bad_share")
         print(describe(manifest))
         if manifest.num_images < config.folds:
             raise ValueError(
                 f"images = {config.images!r} has {manifest.num_images} readable images with captions, fewer than folds = "
                 f"{config.folds}: the interval is over images, so give more of them"
             )
-        images = PairImages(manifest=manifest, tokenizer=caption_encoder(settings.model).tokenizer)
-        texts, owners = images.source(1).captions()
-        store = embedding_store(output)
-        of_images = image_units(settings.model, settings.precision, "images", images.digest, images.num_images)
-        of_texts = text_units(settings.model, settings.precision, "images", texts)
-        failed = encode_missing(
+        pairs = PairSource(manifest=manifest, tokenizer=caption_encoder(self.model).tokenizer, image_size=1)
+        texts, owners = pairs.captions()
+        store, images = embedding_store(output), ImageSet.of_pairs(pairs)
+        of_images, of_texts = encoding_units(self.model, config.precision, "images", images, texts)
+        if failed := encode_missing(
             [*of_images, *of_texts],
             {"images": images},
             store,
             config.workers,
-            precision=settings.precision,
-            batch_size=settings.batch_size,
-        )
-        if failed:
+            precision=config.precision,
+            batch_size=config.batch_size,
+        ):
             raise ScoringFailedError(failed)
         # Their texts are not needed any more, and would be sent to every reader.
-        return _Embedded(
-            store=store, images=of_images, texts=[replace(unit, texts=()) for unit in of_texts], owners=owners
-        )
+        return _Embedded(store, of_images, [replace(unit, texts=()) for unit in of_texts], owners)
 
     def _measure_missing(self, output: str, embedded: _Embedded, parts: list[ImageRange], unit_tau: float) -> None:
         """Write the tables of the windows that lack one."""
@@ -239,15 +334,10 @@ class PairMeasurement:
         def read(window: ImageRange) -> Iterator[EmbeddedWindow]:
             yield embedded.read(window)
 
-        settings = self.settings
+        size, seed = self.config.gallery_images, self.config.gallery_seed
         work: Work[ImageRange] = Work(
             read=read,
-            model=partial(
-                WindowMeasurer,
-                unit_tau=unit_tau,
-                gallery_images=settings.gallery_images,
-                seed=settings.gallery_seed,
-            ),
+            model=partial(WindowMeasurer, unit_tau=unit_tau, gallery_images=size, seed=seed),
             title=lambda window: f"images {window.first}–{window.stop - 1}",
             noun="pairs",
         )

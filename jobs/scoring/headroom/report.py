@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jobs.engine.tables import markdown_table
-from jobs.scoring.headroom.questions import Question
+from jobs.scoring.results import picture
 from tempnet.headroom.features import FEATURE_SETS
 from tempnet.headroom.profile import TAU_RANGE
 from tempnet.headroom.run import CONSTANT, ONE, HeadroomTest
@@ -18,29 +19,52 @@ from tempnet.intervals import Interval, ratio_interval
 _AT_AN_END = 1.001
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One headroom test: where its measured predictions are, in which words it is reported, and in which unit of τ."""
+
+    name: str
+    """Key of its figures in headroom.json and in MLflow; empty if there is only one question, whose figures have no key."""
+    title: str
+    """Heading of its table; empty for none."""
+    files: tuple[str, ...]
+    """Names of its tables in the output, in order."""
+    noun: str
+    """What would have a temperature of its own: token, image, caption."""
+    case: str
+    """What the gains are means over: token, pair."""
+    document: str
+    """What the folds and the interval are over: document, image."""
+    candidate: str
+    """What the probabilities are distributed over: token, image, caption."""
+    features: Mapping[str, str]
+    """Feature set → its name in the table."""
+    unit_tau: float = 1.0
+    """Temperature that the logits were divided by before they were measured: τ = 1 of the test is this temperature."""
+    with_end: bool = True
+    """Whether end-of-text tokens are among the predictions."""
+    own_name: str
+    """Name of the temperature at which the model predicts by itself, which is `unit_tau`; empty if it has none."""
+
+
 def figures(test: HeadroomTest, question: Question, *, least_gain: float) -> dict[str, Any]:
     """Returns all figures: gains and losses in nats per case, ECE as a share, each with its 95 % half-width.
 
     What compares with the model's own temperature is None if it has none; the cross-entropy is then that at the best
-    constant.
-
-    Args:
-        test: the result of the test.
-        question: what the test was about.
-        least_gain: gain in thousandths of a nat per case that is worth a TempNet.
+    constant. `least_gain` is the gain in thousandths of a nat per case that is worth a TempNet.
     """
     sums, has_own = test.sums, bool(question.own_name)
     num_cases = sums.counts.sum().item()
     sets: dict[str, Any] = {}
     for name in FEATURE_SETS:
         sets[name] = {
-            "gain": _pair(sums.gain(name, CONSTANT)),
-            "gain_second_order": _pair(ratio_interval(sums.second_order[name], sums.counts)),
-            "gain_mean_shift": _pair(sums.gain(f"{name}/mean", CONSTANT)),
-            "gain_shuffled": _pair(sums.gain(f"{name}/shuffled", CONSTANT)),
+            "gain": sums.gain(name, CONSTANT)._asdict(),
+            "gain_second_order": ratio_interval(sums.second_order[name], sums.counts)._asdict(),
+            "gain_mean_shift": sums.gain(f"{name}/mean", CONSTANT)._asdict(),
+            "gain_shuffled": sums.gain(f"{name}/shuffled", CONSTANT)._asdict(),
             "tau_mean": question.unit_tau * sums.mean_tau(name),
-            "ece": _pair(sums.calibration_error(name)),
-            "ece_gain": _pair(sums.calibration_gain(name, CONSTANT)),
+            "ece": sums.calibration_error(name)._asdict(),
+            "ece_gain": sums.calibration_gain(name, CONSTANT)._asdict(),
             "penalties": test.penalties[name],
         }
     best = max(FEATURE_SETS, key=lambda name: float(sets[name]["gain"]["mean"]))
@@ -50,11 +74,11 @@ def figures(test: HeadroomTest, question: Question, *, least_gain: float) -> dic
         "cross_entropy": sums.losses[ONE if has_own else CONSTANT].sum().item() / num_cases,
         "best_constant": {
             "tau": question.unit_tau * test.tau,
-            "gain": _pair(sums.gain(CONSTANT, ONE)) if has_own else None,
-            "ece": _pair(sums.calibration_error(CONSTANT)),
-            "ece_gain": _pair(sums.calibration_gain(CONSTANT, ONE)) if has_own else None,
+            "gain": sums.gain(CONSTANT, ONE)._asdict() if has_own else None,
+            "ece": sums.calibration_error(CONSTANT)._asdict(),
+            "ece_gain": sums.calibration_gain(CONSTANT, ONE)._asdict() if has_own else None,
         },
-        "ece": _pair(sums.calibration_error(ONE)) if has_own else None,
+        "ece": sums.calibration_error(ONE)._asdict() if has_own else None,
         f"per_{question.noun}": sets,
         "best_features": best,
         "verdict": verdict(test, question, best, least_gain=least_gain),
@@ -70,6 +94,13 @@ def verdict(test: HeadroomTest, question: Question, best: str, *, least_gain: fl
         word = "cannot be told"
     else:
         word = "not worth it"
+    low, high = TAU_RANGE
+    doubt = ""
+    if not low * _AT_AN_END < test.tau < high / _AT_AN_END:
+        low, high = low * question.unit_tau, high * question.unit_tau
+        doubt = (
+            f"; the best constant lies at an end of what was looked at, {low:.3g} to {high:.3g}, so gains may be larger"
+        )
     constant = (
         f"which gains {milli(test.sums.gain(CONSTANT, ONE))} mnat over {question.own_name}"
         if question.own_name
@@ -77,17 +108,8 @@ def verdict(test: HeadroomTest, question: Question, best: str, *, least_gain: fl
     )
     return (
         f"{word}: a temperature per {question.noun} gains {milli(gain)} mnat over the best constant (from "
-        f"{question.features[best]}), {constant}{_doubt(test, question)}"
+        f"{question.features[best]}), {constant}{doubt}"
     )
-
-
-def _doubt(test: HeadroomTest, question: Question) -> str:
-    """Returns what the verdict adds if the best constant lies at an end of the range of temperatures."""
-    low, high = TAU_RANGE
-    if low * _AT_AN_END < test.tau < high / _AT_AN_END:
-        return ""
-    low, high = low * question.unit_tau, high * question.unit_tau
-    return f"; the best constant lies at an end of what was looked at, {low:.3g} to {high:.3g}, so gains may be larger"
 
 
 def table(values: dict[str, Any], question: Question) -> str:
@@ -132,30 +154,22 @@ def plot(results: Sequence[tuple[Question, HeadroomTest, dict[str, Any]]], path:
 
     They are the model's own temperature, if it has one, the best constant, and those of the best features.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     size = (5 * len(results), 6)
-    figure, axes = plt.subplots(
-        2, len(results), figsize=size, layout="constrained", height_ratios=(3, 1), sharex=True, squeeze=False
-    )
-    for (question, test, values), upper, lower in zip(results, *axes, strict=True):
-        best = values["best_features"]
-        labels = {ONE: question.own_name} if question.own_name else {}
-        labels |= {CONSTANT: f"best constant, {_tau(values['best_constant']['tau'], question)}"}
-        labels |= {best: f"per {question.noun}, from {question.features[best]}"}
-        upper.plot([0, 1], [0, 1], linestyle=":", color="black", label="calibrated")
-        for name, label in labels.items():
-            bins, error = test.sums.calibration(name), test.sums.calibration_error(name)
-            upper.plot(bins["confidence"], bins["accuracy"], marker=".", label=f"{label}: ECE {100 * error.mean:.2f} %")
-            lower.plot(bins["confidence"], bins["num_tokens"], marker=".")
-        upper.set(title=question.title, ylabel=f"accuracy of the most probable {question.candidate}", ylim=(0, 1))
-        upper.legend()
-        lower.set(xlabel="its probability", ylabel=f"{question.case}s", yscale="log", xlim=(0, 1))
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with picture(path, 2, len(results), figsize=size, height_ratios=(3, 1), sharex=True) as axes:
+        for (question, test, values), upper, lower in zip(results, *axes, strict=True):
+            best = values["best_features"]
+            labels = {ONE: question.own_name} if question.own_name else {}
+            labels |= {CONSTANT: f"best constant, {_tau(values['best_constant']['tau'], question)}"}
+            labels |= {best: f"per {question.noun}, from {question.features[best]}"}
+            upper.plot([0, 1], [0, 1], linestyle=":", color="black", label="calibrated")
+            for name, label in labels.items():
+                bins, error = test.sums.calibration(name), test.sums.calibration_error(name)
+                label = f"{label}: ECE {100 * error.mean:.2f} %"
+                upper.plot(bins["confidence"], bins["accuracy"], marker=".", label=label)
+                lower.plot(bins["confidence"], bins["num_tokens"], marker=".")
+            upper.set(title=question.title, ylabel=f"accuracy of the most probable {question.candidate}", ylim=(0, 1))
+            upper.legend()
+            lower.set(xlabel="its probability", ylabel=f"{question.case}s", yscale="log", xlim=(0, 1))
 
 
 def milli(interval: Interval) -> str:
@@ -166,10 +180,6 @@ def milli(interval: Interval) -> str:
 def _tau(tau: float, question: Question) -> str:
     """Returns a temperature with three digits behind the point, or more where the unit is small."""
     return f"{tau:.{3 + max(0, math.ceil(-math.log10(question.unit_tau)))}f}"
-
-
-def _pair(interval: Interval) -> dict[str, float]:
-    return interval._asdict()
 
 
 def _milli(pair: dict[str, float]) -> str:

@@ -18,21 +18,22 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from jobs.engine.cluster import start_ray
 from jobs.engine.identity import flatten
 from jobs.engine.tables import markdown_table
-from jobs.engine.tracking import finish_run, open_run, resolve_uri, survive_outage
+from jobs.engine.tracking import resolve_uri
 from jobs.scoring.generation.processors import TemperatureRule
 from jobs.scoring.headroom.config import RewardHeadroom
+from jobs.scoring.results import ResultRun, publish
 from jobs.scoring.reward.comparison import points
 from jobs.scoring.reward.config import RewardConfig, RewardTemperatureSection
 from jobs.scoring.reward.plan import CONSTANTS, RewardPlan, make_plan
 from jobs.scoring.reward.rollouts import RunOrders, Temperature, work_in_pool
 from jobs.scoring.reward.trainer import RewardTrainer
-from jobs.scoring.units import UnitStore, check_pool, settings_digest
-from pipelines.storage import compute_digest, resolve
+from jobs.scoring.units import UnitStore, absolute_output, check_pool, settings_digest
+from pipelines.storage import compute_digest, write_json
 from tempnet.intervals import Interval, mean_interval
 
 LEVELS = (0.2, 0.6, 1.0, 1.4)
@@ -45,13 +46,6 @@ Rewards = dict[str, list[dict[int, float]]]
 """Name of a temperature → for each half of the texts, the mean reward of every prompt by its place."""
 
 
-class Gain(NamedTuple):
-    """What temperatures gain over others, and which were chosen."""
-
-    interval: Interval
-    chosen: str
-
-
 def measure_reward_headroom(config: RewardHeadroom) -> dict[str, Any]:
     """Run or continue the job, print its table and verdict, and return what headroom.json holds.
 
@@ -59,13 +53,11 @@ def measure_reward_headroom(config: RewardHeadroom) -> dict[str, Any]:
         ValueError, OSError: before any work starts.
         NoRewardError: if the verifier fails for all texts.
     """
-    uri = resolve_uri(config.tracking, config.storage_section.resolved_storage)
+    uri = resolve_uri(config.tracking, config.run.resolved_storage)
     plan = plan_of(config)
-    output = config.output if "://" in config.output else resolve(config.output)[1]
-    store, record = (
-        UnitStore(output),
-        {**plan.record, "texts_per_prompt": config.texts_per_prompt, "levels": list(LEVELS)},
-    )
+    output, record = absolute_output(config.output), dict(plan.record)
+    record |= {"texts_per_prompt": config.texts_per_prompt, "levels": list(LEVELS)}
+    store = UnitStore(output)
     store.claim(record)
     started = time.monotonic()
     start_ray()
@@ -74,21 +66,20 @@ def measure_reward_headroom(config: RewardHeadroom) -> dict[str, Any]:
         measured = measure(plan, run_orders, store)
     values = conclude(measured["rewards"], measured, least_gain=config.least_gain / 100)
     said = table(values, config)
-    store.write({RESULTS_FILE: values | {"settings": record}})
-    if uri:
-        with survive_outage("the headroom test"):
-            digest = settings_digest(record)
-            tracked = open_run(
-                uri=uri,
-                experiment=config.tracking.experiment,
-                name="headroom",
-                directory=f"{output}#{digest}",
-                parameters=flatten(config),
-                tags={},
-                data_sets={"evaluation": ("prompts", compute_digest(record["questions_digest"]), config.prompts)},
-            )
-            metrics = {f"{name}/gain": found["gain"]["mean"] for name, found in values["rows"].items() if found["gain"]}
-            finish_run(tracked, status="FINISHED", artifacts=None, metrics=metrics, note=said)
+    publish(
+        output,
+        lambda directory: write_json(f"{directory}/{RESULTS_FILE}", values | {"settings": record}),
+        uri=uri,
+        experiment=config.tracking.experiment,
+        run=ResultRun(
+            name="headroom",
+            digest=settings_digest(record),
+            parameters=flatten(config),
+            metrics={f"{name}/gain": found["gain"]["mean"] for name, found in values["rows"].items() if found["gain"]},
+            note=said,
+            data_sets={"evaluation": ("prompts", compute_digest(record["questions_digest"]), config.prompts)},
+        ),
+    )
     print(f"\n{said}\n{time.monotonic() - started:.0f} s; ± 95 % over prompts\n{output}/{RESULTS_FILE}")
     return values
 
@@ -99,28 +90,20 @@ def plan_of(config: RewardHeadroom) -> RewardPlan:
     Raises:
         ValueError, OSError: see `make_plan`; or if there are fewer than four prompts.
     """
+    names = (
+        "model", "prompts", "verifier", "storage", "format", "reward", "max_new_tokens", "seed", "limit",
+        "prompts_at_a_time", "chat", "dtype", "trust_remote_code", "workers",
+    )  # fmt: skip
+    options: dict[str, Any] = {name: getattr(config, name) for name in names}
     plan = make_plan(
         RewardConfig(
-            model=config.model,
-            prompts=config.prompts,
-            verifier=config.verifier,
+            **options,
             held_out_share=0.0,
-            storage=config.storage,
-            format=config.format,
-            reward=config.reward,
             num_steps=1,
             prompts_per_step=config.workers.num_workers * config.prompts_at_a_time,
             group_size=config.texts_per_prompt // 2,
-            max_new_tokens=config.max_new_tokens,
-            seed=config.seed,
-            limit=config.limit,
-            prompts_at_a_time=config.prompts_at_a_time,
-            chat=config.chat,
-            dtype=config.dtype,
-            trust_remote_code=config.trust_remote_code,
             # No network is learned, and this one fits every model.
             temperature=RewardTemperatureSection(input="logits", hidden_size=1, num_prototypes=1),
-            workers=config.workers,
         )
     )
     if len(plan.questions) < 4:
@@ -131,13 +114,7 @@ def plan_of(config: RewardHeadroom) -> RewardPlan:
 
 
 def measure(plan: RewardPlan, run_orders: RunOrders, store: UnitStore) -> dict[str, Any]:
-    """Return the rewards of every temperature by prompt; what the store has is not measured again.
-
-    Args:
-        plan: the plan of the texts.
-        run_orders: carries out orders.
-        store: keeps what is finished.
-    """
+    """Return the rewards of every temperature by prompt; what the store has is not measured again."""
     trainer = RewardTrainer(plan, run_orders)
     known = store.read_json(MEASURED_FILE) or {"rewards": {}}
     found: Rewards = {
@@ -172,10 +149,7 @@ def measure(plan: RewardPlan, run_orders: RunOrders, store: UnitStore) -> dict[s
 def conclude(rewards: Rewards, measured: Mapping[str, Any], *, least_gain: float) -> dict[str, Any]:
     """Return the gains of all kinds of temperatures with intervals, and the verdict.
 
-    Args:
-        rewards: what every temperature earned.
-        measured: lengths, entropies and what else is known of the texts.
-        least_gain: gain of reward that is worth a TempNet.
+    `measured` holds lengths, entropies and what else is known of the texts; `least_gain` is worth a TempNet.
     """
     constants = [name for name in rewards if " " not in name]
     best, chosen = cross_fitted(rewards, constants)

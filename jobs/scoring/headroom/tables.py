@@ -27,15 +27,14 @@ _MAX_HALF = 65504.0
 def measured_table(
     tokens: Tokens, documents: np.ndarray, *, num_documents: int, is_end: np.ndarray | None = None
 ) -> pa.Table:
-    """Returns the table of the tokens of a part.
+    """Returns the table of the N tokens of a part.
 
     Args:
-        tokens: the N tokens.
+        tokens: the tokens.
         documents: (N,) place of each token's document in the part.
         num_documents: number of documents of the part.
         is_end: (N,) bool, whether each token is the end-of-text token; None: none is.
     """
-    hidden = tokens.hidden.clamp(-_MAX_HALF, _MAX_HALF).half().numpy()
     columns = {
         "document": pa.array(documents.astype(np.int32)),
         "is_end": pa.array(np.zeros(len(documents), dtype=bool) if is_end is None else is_end),
@@ -43,18 +42,15 @@ def measured_table(
         "margin": pa.array(tokens.margin.float().numpy()),
         "maximum": pa.array(tokens.maximum.float().numpy()),
         "profile": _rows(tokens.profiles.values.float().flatten(1).numpy()),
-        "hidden": _rows(hidden),
+        "hidden": _rows(tokens.hidden.clamp(-_MAX_HALF, _MAX_HALF).half().numpy()),
     }
     return pa.table(columns).replace_schema_metadata({_NUM_DOCUMENTS: str(num_documents)})
 
 
 def read_measured(output: str, files: Sequence[str], *, with_end: bool = True) -> Iterator[tuple[Tokens, Tensor]]:
-    """Yields the tokens of all parts in order, with the number (N,) of each token's document among all documents.
+    """Yields the tokens of the tables in order, with the number (N,) of each token's document among all documents.
 
-    Args:
-        output: directory or URI of the tables.
-        files: names of the tables.
-        with_end: whether end-of-text tokens are among them.
+    Without `with_end`, end-of-text tokens are not among them.
     """
     num_before = 0
     for file in files:

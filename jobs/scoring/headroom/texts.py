@@ -3,8 +3,6 @@
 The model reads the text once: of every prediction it keeps the profile, scalars of the logits, and the hidden state. A job
 that is started again measures only the parts that its output still lacks. All checks happen before Ray is started or the
 model is loaded.
-
-Shapes: B windows, T positions of the longest window, N new tokens of a batch, d hidden size, V effective vocabulary.
 """
 
 from __future__ import annotations
@@ -24,10 +22,11 @@ from torch import Tensor
 
 from jobs.engine.command_line import as_typed
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.headroom.questions import Question
+from jobs.scoring.headroom.report import Question
 from jobs.scoring.headroom.tables import end_losses, measured_table
+from jobs.scoring.temperatures.texts import TokenReader
 from jobs.scoring.text_parts import Part, map_archives, part_files, token_arrays
-from jobs.scoring.text_sources import TextSettings, list_sources, read_in_batches, text_options
+from jobs.scoring.text_sources import TextSettings, list_sources, text_options
 from jobs.scoring.units import Finished, to_parquet
 from jobs.tasks.base import naming_field
 from jobs.tasks.language_model.config import EndOfDocument
@@ -38,16 +37,13 @@ from pipelines.storage import join
 from pipelines.text.reading import Document, readable_documents
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.base_model import load_base, read_config
-from tempnet.devices import DeviceMap, input_device, move_base
+from tempnet.devices import DeviceMap
 from tempnet.headroom.features import Tokens
 from tempnet.headroom.run import CONSTANT, HeadroomTest
 from tempnet.models.dual_encoder_config import IMAGE_ENCODER_DIRECTORY
-from tempnet.models.output_head import find_output_head
 from tempnet.precisions import loading_options
 from tempnet.weights import check_weight_files
 
-# Maximum number of logits held in float32 at a time (64 MiB); a profile needs four copies.
-_NUM_LOGITS_AT_ONCE = 1 << 24
 # What the loss needs beside its range of τ to reach the figure of the test (docs/when.md).
 RECIPE = ("--temperature.input", "hidden", "--temperature.no-normalize-input", "--temperature.pooling", "linear")
 FEATURES = {"scalars": "scalars of the logits", "hidden": "hidden state", "both": "both"}
@@ -101,11 +97,7 @@ def resolve_settings(config: Headroom) -> tuple[HeadroomSettings, list[Archive]]
 
 
 def _check_number_of_documents(config: Headroom, archives: list[Archive]) -> None:
-    """Reads documents until there are as many as folds.
-
-    Raises:
-        ValueError: if there are fewer.
-    """
+    """Read documents until there are as many as folds, and raise a ValueError if there are fewer."""
 
     def documents() -> Iterator[Document]:
         for archive in archives:
@@ -120,32 +112,27 @@ def _check_number_of_documents(config: Headroom, archives: list[Archive]) -> Non
         )
 
 
-class Measurer:
-    """Measures the tokens of parts, in a worker; the result does not depend on the batch."""
+class Measurer(TokenReader):
+    """Measures the tokens of parts, in a worker."""
 
     def __init__(self, settings: HeadroomSettings, *, use_gpu: bool = False, device_map: DeviceMap = None) -> None:
-        if use_gpu and not torch.cuda.is_available():
-            raise ValueError("workers.use_gpu = True: torch finds no CUDA device here")
-        self._settings = settings
         options = loading_options(settings.precision) | {"device_map": device_map}
         base = load_base(local_copy(settings.model), fetch=local_copy, **options).eval()
-        self._base = move_base(base, "cuda" if use_gpu else "cpu")
-        self._device = input_device(base)
-        self._head = find_output_head(base)
+        super().__init__(settings, base, settings.vocab_size, use_gpu=use_gpu)
+        self._limit, self._end = settings.tokens_per_document, settings.eos_id
 
     def __call__(self, part: Part) -> Finished:
         """Make the table of a part, with one row per token.
 
         A document that is read to its end ends with the end-of-text token, of which the test says whether it counts.
         """
-        limit, end = self._settings.tokens_per_document, self._settings.eos_id
         ids = [
-            values[:limit] if len(values) > limit else np.append(values, end)
+            values[: self._limit] if len(values) > self._limit else np.append(values, self._end)
             for values in token_arrays(part.table["token_ids"])
         ]
         tokens = self.measure(ids)
         documents = np.repeat(np.arange(len(ids)), [len(values) for values in ids])
-        table = measured_table(tokens, documents, num_documents=len(ids), is_end=np.concatenate(ids) == end)
+        table = measured_table(tokens, documents, num_documents=len(ids), is_end=np.concatenate(ids) == self._end)
         return Finished(files={part.file: to_parquet(table)}, num_cases=table.num_rows)
 
     @torch.inference_mode()
@@ -154,36 +141,10 @@ class Measurer:
         starts = np.concatenate([[0], np.cumsum([len(ids) for ids in documents])])
         places: list[Tensor] = [torch.empty(0, dtype=torch.long)]
         found: list[Tokens] = []
-        for batch, *tensors in read_in_batches(documents, self._settings):
-            found += self._measure_batch(*(tensor.to(self._device) for tensor in tensors))
-            places += [torch.arange(window.first, window.stop) + int(starts[window.document]) for window in batch]
-        order = torch.cat(places).argsort()
-        return Tokens.join(found, order)
-
-    def _measure_batch(self, input_ids: Tensor, targets: Tensor, is_new: Tensor) -> list[Tokens]:
-        """Returns what is known of a batch's new tokens, window after window, in chunks."""
-        logits: Tensor | None = None
-        # Padding is on the right, so that a causal model never attends to it.
-        if self._head is None:
-            output = self._base(input_ids=input_ids, use_cache=False, output_hidden_states=True)
-            hidden, logits = output.hidden_states[-1][is_new], output.logits[is_new]
-        else:
-            hidden = self._base.base_model(input_ids=input_ids, use_cache=False)[0].to(self._device)[is_new]
-        wanted = targets[is_new]
-        size = max(1, _NUM_LOGITS_AT_ONCE // self._settings.vocab_size)
-        return [
-            self._measure_chunk(hidden[at : at + size], wanted[at : at + size], logits, at)
-            for at in range(0, len(hidden), size)
-        ]
-
-    def _measure_chunk(self, hidden: Tensor, targets: Tensor, logits: Tensor | None, at: int) -> Tokens:
-        vocab_size = self._settings.vocab_size
-        if logits is None:
-            assert self._head is not None
-            chunk = self._head.logits(self._base, hidden, vocab_size).to(self._device, torch.float32)
-        else:
-            chunk = logits[at : at + len(hidden), :vocab_size].float()
-        return Tokens.of_logits(chunk, targets, hidden)
+        for windows, chunks in self.read(documents):
+            found += [Tokens.of_logits(chunk.logits(), chunk.targets, chunk.hidden) for chunk in chunks]
+            places += [torch.arange(window.first, window.stop) + int(starts[window.document]) for window in windows]
+        return Tokens.join(found, torch.cat(places).argsort())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,15 +154,10 @@ class TextMeasurement:
     config: Headroom
     settings: HeadroomSettings
     archives: list[Archive]
-    kind: str = "text"
 
     @classmethod
     def resolve(cls, config: Headroom) -> TextMeasurement:
-        """Check a configuration.
-
-        Raises:
-            ValueError, OSError: before any work starts, see `resolve_settings`.
-        """
+        """Check a configuration; errors are those of `resolve_settings`."""
         settings, archives = resolve_settings(config)
         return cls(config=config, settings=settings, archives=archives)
 
@@ -223,11 +179,8 @@ class TextMeasurement:
     def facts(self, output: str, questions: Sequence[Question]) -> dict[str, Any]:
         """Returns the names of the archives that the model was trained on, and what it says at documents' ends."""
         (question,) = questions
-        end = measure_end(output, question.files)
-        return {
-            "known_text": list(self.settings.known_text),
-            "end_of_document": {**asdict(end), "is_target": question.with_end},
-        }
+        end = {**asdict(measure_end(output, question.files)), "is_target": question.with_end}
+        return {"known_text": list(self.settings.known_text), "end_of_document": end}
 
     def question(self, output: str, files: Sequence[str]) -> Question:
         """Returns the question that the tables answer; whether documents' ends count is measured on them."""
@@ -268,16 +221,10 @@ class TextMeasurement:
         )
 
     def measure(self, output: str) -> list[Question]:
-        """Write the parts that are missing in `output`, and return the one question with all parts in order.
-
-        Raises:
-            ScoringFailedError: naming every archive that failed; the parts that were finished are kept.
-            TooManyProblemsError: if too many records are unreadable.
-        """
-        model = partial(Measurer, self.settings, **self.config.workers.devices)
-        records, _ = map_archives(
-            self.settings, self.archives, output, self.config.workers, model, max_bad_share=self.config.max_bad_share
-        )
+        """Write the parts that are missing in `output`, and return the one question; errors are those of `map_archives`."""
+        workers, max_bad_share = self.config.workers, self.config.max_bad_share
+        model = partial(Measurer, self.settings, **workers.devices)
+        records, _ = map_archives(self.settings, self.archives, output, workers, model, max_bad_share=max_bad_share)
         return [self.question(output, part_files(records))]
 
 

@@ -23,8 +23,7 @@ from jobs.engine.cluster import start_ray
 from jobs.engine.fields import absolute_path
 from jobs.engine.fingerprints import tempnet_digest
 from jobs.scoring.config import PoolSection
-from jobs.scoring.dual_encoders.data import model_record, pairs_record, resolve_pairs
-from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, Encoder, caption_encoder
+from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, Encoder, caption_encoder, pairs_record, resolve_pairs
 from jobs.scoring.temperatures.config import SUMMARY_FILE, PredictPairTemperaturesConfig
 from jobs.scoring.units import Finished, UnitStore, Work, check_pool, map_units, part_file, to_parquet
 from jobs.tasks.base import naming_field
@@ -69,7 +68,7 @@ class PairPredictionSettings:
             "version": FORMAT_VERSION,
             "kind": "image-text pairs",
             **{name: getattr(self.config, name) for name in ("precision", "part_pairs", "with_embeddings")},
-            **model_record(self.model),
+            **self.model.record(),
             "tempnet_image": self.tempnet_digests[0],
             "tempnet_text": self.tempnet_digests[1],
             **({"caption_noise": [self.noise.share, self.noise.seed]} if self.noise.share else {}),

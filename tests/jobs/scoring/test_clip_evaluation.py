@@ -15,12 +15,10 @@ import pytest
 from clip_support import CLASSES, SIDE, make_clip, make_dual_encoder, make_image, png, write_tar
 
 from jobs.scoring.dual_encoders.config import EvaluateClipConfig
-from jobs.scoring.dual_encoders.data import ZeroShot, retrieval_sources
-from jobs.scoring.dual_encoders.embeddings import Embeddings, image_units, text_units
+from jobs.scoring.dual_encoders.embeddings import Embeddings, ImageSet, encoding_units, read_images
 from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, Encoder
-from jobs.scoring.dual_encoders.evaluate import clip_table
-from jobs.scoring.dual_encoders.images import ClassFolders, FolderImages, read_images
-from jobs.scoring.dual_encoders.prompts import prompts, read_class_names, read_templates
+from jobs.scoring.dual_encoders.evaluate import clip_table, retrieval_sources, zero_shot_set
+from jobs.scoring.dual_encoders.zero_shot import ClassFolders, prompts, read_class_names, read_templates
 from jobs.scoring.results import Column
 from pipelines.images.captions import CaptionFile
 from pipelines.problems import TooManyProblemsError
@@ -47,7 +45,9 @@ def test_batches_change_nothing(make: Any, tmp_path: Path) -> None:
 def test_units_are_found_again_where_nothing_has_changed(model: str, tmp_path: Path) -> None:
     def keys(path: str, precision: str = "fp32", digest: str = "x", texts: Sequence[str] = ("a", "b")) -> list[str]:
         spec = DualEncoderSpec.read("label", path)
-        units = [*image_units(spec, precision, "data", digest, 300), *text_units(spec, precision, "data", texts)]
+        images = ImageSet(num_images=300, digest=digest, read=lambda numbers, size: [])
+        of_images, of_texts = encoding_units(spec, precision, "data", images, texts)
+        units = [*of_images, *of_texts]
         assert [(unit.start, unit.stop) for unit in units] == [(0, 256), (256, 300), (0, 2)]
         return [unit.key for unit in units]
 
@@ -186,18 +186,18 @@ def test_folders_that_are_no_classes_are_refused(tmp_path: Path) -> None:
 
 def test_damaged_images_are_counted_and_too_many_refused(classes: str) -> None:
     folders = ClassFolders.read(classes)
-    images, numbers, problems = read_images(FolderImages(folders=folders, max_pixels=10**6), range(21), SIDE)
+    images, numbers, problems = read_images(folders.images(10**6), range(21), SIDE)
     damaged = folders.names.index("test/maple_tree/0004.png")
     assert numbers.tolist() == [number for number in range(21) if number != damaged]
     assert images.shape == (20, SIDE, SIDE, 3)
     assert len(problems) == 1
     assert problems[0].startswith("test/maple_tree/0004.png (corrupt_image")
-    none, _, all_problems = read_images(FolderImages(folders=folders, max_pixels=10), range(21), SIDE)
+    none, _, all_problems = read_images(folders.images(10), range(21), SIDE)
     assert none.shape == (0, SIDE, SIDE, 3)
     assert len(all_problems) == 21
 
     few, enough = (
-        ZeroShot.read(
+        zero_shot_set(
             EvaluateClipConfig(models=("m",), zero_shot=(f"c={classes}",), templates=("cifar",), max_bad_share=share),
             "c",
             classes,

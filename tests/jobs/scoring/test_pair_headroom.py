@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.headroom.galleries import (
+from jobs.scoring.headroom.pairs import (
     CANDIDATES,
+    FEATURES,
     EmbeddedWindow,
     ImageRange,
+    PairMeasurement,
     WindowMeasurer,
     find_unit_tau,
     galleries,
     windows,
 )
-from jobs.scoring.headroom.pairs import FEATURES, resolve_settings
-from jobs.scoring.headroom.questions import Question
-from jobs.scoring.headroom.report import figures, metrics, summary, verdict
+from jobs.scoring.headroom.report import Question, figures, metrics, summary, verdict
 from jobs.scoring.headroom.tables import count_documents, read_measured
 from jobs.scoring.units import UnitStore
 from tempnet.headroom.features import Tokens
@@ -241,7 +241,7 @@ def test_what_decides_the_figures_is_recorded_and_what_does_not_is_left_out(tmp_
 
     def record(**changes: object) -> dict[str, object]:
         values = {"model": str(tmp_path / "model"), "images": str(tmp_path / "pairs"), **changes}
-        return resolve_settings(Headroom(**values)).record()  # type: ignore[arg-type]
+        return PairMeasurement.resolve(Headroom(**values)).record()  # type: ignore[arg-type]
 
     first = record()
     assert first["own_tau"] is None

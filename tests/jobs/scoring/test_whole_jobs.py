@@ -36,8 +36,8 @@ from torch import Tensor
 
 from jobs import analyse, evaluate_clip, evaluate_lm, predict_temperatures
 from jobs.scoring import units as units_module
-from jobs.scoring.dual_encoders import data
-from jobs.scoring.dual_encoders.prompts import read_templates
+from jobs.scoring.dual_encoders import evaluate as pairs_evaluation
+from jobs.scoring.dual_encoders.zero_shot import read_templates
 from jobs.scoring.headroom import pairs as measurement
 from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.headroom.tables import read_measured
@@ -72,7 +72,7 @@ def rows_here(units: Sequence[Any], work: Work[Any], pool: Any, store: UnitStore
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep jobs from Ray, and cut their work into small units."""
     monkeypatch.setattr(units_module, "run_rows", rows_here)
-    for module in (units_module, data, pairs_job, measurement):
+    for module in (units_module, pairs_evaluation, pairs_job, measurement):
         monkeypatch.setattr(module, "start_ray", lambda: None)
         monkeypatch.setattr(module, "check_pool", lambda pool, reads: None, raising=False)
     monkeypatch.setattr("jobs.scoring.language_models.windows.NUM_TOKENS_PER_SLICE", 48)
