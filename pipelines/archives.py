@@ -64,9 +64,7 @@ class Archive:
     """One file that contains documents."""
 
     path: str
-    """Path of the file within the filesystem of the URI that it was listed from."""
     format: ArchiveFormat
-    """Format of the file."""
     num_bytes: int
     """Size of the stored (possibly compressed) file in bytes."""
 
@@ -76,7 +74,6 @@ class Listing:
     """What lies at a URI."""
 
     archives: list[Archive]
-    """The archives, sorted by path."""
     not_read: list[str] = field(default_factory=list)
     """Names, fit to be shown, of the files that are not read; hidden files are not among them."""
 
@@ -88,14 +85,12 @@ def list_archives(uri: str, suffixes: Mapping[str, ArchiveFormat] = SUFFIXES) ->
 
 @names_store
 def list_source(uri: str, suffixes: Mapping[str, ArchiveFormat] = SUFFIXES) -> Listing:
-    """List the archives at a URI.
+    """List the archives at a URI: that file, or the files of known suffixes (in any case) at any depth below a directory.
 
-    If the URI is a file, the result is that file. If it is a directory, the result is every file at any depth below it
-    that ends in one of `suffixes`, in small or capital letters. Skipped are files with other suffixes, broken links, files
-    whose name is not UTF-8, and everything whose name, or whose directory's name, begins with `.` or `_` (unfinished
-    downloads, markers such as `_SUCCESS`). A local file or directory that is found in several ways, through links, is
-    listed once, under the first of its names. A path that does not exist may be a pattern: webdataset's braces
-    (`{0000..0003}`, `{a,b}`), and `*` for any characters within a name.
+    Not read are files of other suffixes, broken links, and names that are not UTF-8; passed over is everything whose name,
+    or whose directory's name, begins with `.` or `_`. A local file that several links lead to is listed once, under the
+    first of its names. A path that does not exist may be a pattern: webdataset's braces (`{0000..0003}`, `{a,b}`), and `*`
+    within a name.
 
     Raises:
         FileNotFoundError: if the path does not exist or is a directory without archives.
@@ -258,12 +253,7 @@ def format_of(name: str, suffixes: Mapping[str, ArchiveFormat]) -> ArchiveFormat
 
 
 def describe_names(names: list[str], num_names: int) -> str:
-    """Format a few names for an error message.
-
-    Args:
-        names: names to show; at most NUM_NAMES_SHOWN of them appear.
-        num_names: total number of names, which may exceed `len(names)`.
-    """
+    """Format a few of `num_names` names for an error message; at most NUM_NAMES_SHOWN of them appear."""
     if not names:
         return "there is no other file either"
     more = f" and {num_names - NUM_NAMES_SHOWN} more" if num_names > NUM_NAMES_SHOWN else ""

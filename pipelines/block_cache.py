@@ -23,9 +23,7 @@ import os
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from enum import IntEnum
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -40,56 +38,21 @@ _NUM_CHECKED = 2**16
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class Need(IntEnum):
-    """How much a process needs a block."""
-
-    NONE = 0
-    """It is not known to be needed."""
-    NEAR = 1
-    """Another process may still read its window, or it belongs to the next window."""
-    NOW = 2
-    """It belongs to the window that is being read."""
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """Names of the objects that a process needs; of all others it does not know."""
-
-    now: frozenset[str] = frozenset()
-    """Objects of the window that is being read."""
-    near: frozenset[str] = frozenset()
-    """Objects of the window before, which another process may still read, and of the next one."""
-
-    def of(self, block: str) -> Need:
-        """Return how much a block is needed, given its name."""
-        name = block.partition("-")[0]
-        return Need.NOW if name in self.now else Need.NEAR if name in self.near else Need.NONE
-
-
 class BlockCache:
-    """A directory of blocks that never holds more than `max_bytes`; blocks that are needed less make room for others.
+    """A directory of blocks that never holds more than `max_bytes`; those not used for longest make room for others.
 
-    A block that is being read replaces blocks that are not needed, then those that are needed soon, but none of the
-    window that is being read: their samples come in random order, so that every block of it is as likely to be read
-    next as any other. A block that is fetched ahead only replaces blocks that are not needed. Among blocks that are
-    needed alike, those that were not used for longest make room. What is needed is what this process says (`needs`).
+    A block of the window that is being read (`now`) makes no room: samples come in random order, so that every block of it
+    is as likely to be read next as any other. A block that is fetched ahead does not replace those of `near` either.
 
     The limit holds at every moment for the sizes of all files in the directory together: of blocks, with their
-    checksums, and of the room that is reserved for blocks that are being fetched. It does not bound the space that the
-    disk keeps for removed blocks until the last reader has closed them.
-
-    Args:
-        directory: the directory, which is created if it is missing.
-        max_bytes: largest size of all blocks together. If processes have different limits, the largest of them holds.
-
-    Raises:
-        OSError: if the directory cannot be created, or belongs to another user.
+    checksums, and of the room that is reserved for blocks that are being fetched. If processes have different limits, the
+    largest of them holds.
     """
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
         self.directory, self.max_bytes = directory, max_bytes
-        self.needs = Needs()
-        """What this process needs; it may be replaced at any time."""
+        self.now, self.near = frozenset[str](), frozenset[str]()
+        """Names of the objects of the window that this process reads, and of those before and after it; set at any time."""
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if directory.stat().st_uid != os.getuid():
             raise PermissionError(
@@ -99,18 +62,15 @@ class BlockCache:
         self._intact: set[tuple[str, int, int]] = set()
 
     def open(self, name: str, num_bytes: int, fetch: Callable[[], bytes]) -> BinaryIO | None:
-        """Open a block for reading; if the cache does not hold it, it is fetched first.
+        """Open a block for reading; if the cache does not hold it, it is fetched first, or waited for.
 
-        If another thread or process is fetching the block, it is waited for. The file stays readable if the block is
-        removed meanwhile. After the block's bytes it has four bytes more.
+        The file stays readable if the block is removed meanwhile. After the block's bytes it has four bytes more. None is
+        returned if the disk or the cache has no room for the block, which is then not fetched.
 
         Args:
             name: name of the block, which is a file name and stands for its content.
             num_bytes: size of the block, for which room is reserved before it is fetched.
             fetch: function that returns the bytes of the block, at most `num_bytes`; its exceptions pass through.
-
-        Returns:
-            The file, or None if the disk or the cache has no room for the block, which is then not fetched.
         """
         while True:
             if file := self._find(name):
@@ -118,18 +78,13 @@ class BlockCache:
             if (partial := self._claim(name, waits=True)) is None:
                 continue
             with partial:
-                replaced = min(self.needs.of(name), Need.NEAR)
-                return self._find(name) if self._fill(partial, name, num_bytes, fetch, replaced) else None
+                return self._find(name) if self._fill(partial, name, num_bytes, fetch, self.now) else None
 
     def fetch(self, name: str, num_bytes: int, fetch: Callable[[], bytes]) -> bool:
-        """Fetch a block ahead, unless the cache holds it already or somebody else is fetching it.
-
-        Returns:
-            False if there is no room for the block, else True.
-        """
+        """Fetch a block ahead, unless it is there or somebody else is fetching it; return False if there is no room."""
         if not self._path(name).exists() and (partial := self._claim(name, waits=False)):
             with partial:
-                return self._fill(partial, name, num_bytes, fetch, Need.NONE)
+                return self._fill(partial, name, num_bytes, fetch, self.now | self.near)
         return True
 
     def holds(self, name: str) -> bool:
@@ -165,28 +120,25 @@ class BlockCache:
     def _claim(self, name: str, *, waits: bool) -> BinaryIO | None:
         """Open and lock the partial file of a block, or return None if the block is there or somebody else's."""
         while not self._path(name).exists():
-            # Whoever looks for room could remove the file before it is locked. A thread that waits then tries again; one
-            # that does not would take the block for somebody else's.
-            with nullcontext() if waits else self._lock():
-                partial = open_locked(self._path(name + _PARTIAL), os.O_CREAT, waits=waits)
-            if partial:
+            # Whoever looks for room may remove the file before it is locked. A thread that waits then tries again; one that
+            # fetches ahead leaves the block to whoever reads it.
+            if partial := open_locked(self._path(name + _PARTIAL), os.O_CREAT, waits=waits):
                 os.ftruncate(partial.fileno(), 0)  # A process that died may have left what it had reserved.
                 return partial
             if not waits:
                 break
         return None
 
-    def _fill(self, partial: BinaryIO, name: str, num_bytes: int, fetch: Callable[[], bytes], replaced: Need) -> bool:
-        """Fetch a block into its locked partial file and give it its name, unless there is no room; free the lock.
-
-        Blocks that are needed no more than `replaced` may make room.
-        """
+    def _fill(
+        self, partial: BinaryIO, name: str, num_bytes: int, fetch: Callable[[], bytes], kept: frozenset[str]
+    ) -> bool:
+        """Fetch a block into its locked partial file and give it its name, unless there is no room; free the lock."""
         path = self._path(name + _PARTIAL)
         is_partial = True
         try:
             if self._path(name).exists():
                 return True
-            if not self._reserve(partial, num_bytes + _CHECKSUM_BYTES, replaced):
+            if not self._reserve(partial, num_bytes + _CHECKSUM_BYTES, kept):
                 return False
             content = fetch()
             assert len(content) <= num_bytes
@@ -207,22 +159,21 @@ class BlockCache:
                 path.unlink(missing_ok=True)
             unlock(partial)
 
-    def _reserve(self, partial: BinaryIO, num_bytes: int, replaced: Need) -> bool:
-        """Let an empty partial file have its size, if blocks that are needed no more than `replaced` leave room for it."""
+    def _reserve(self, partial: BinaryIO, num_bytes: int, kept: frozenset[str]) -> bool:
+        """Let an empty partial file have its size, if blocks of objects that are not `kept` leave room for it."""
         with self._lock():
             blocks = list(self._blocks())
             excess = sum(size for _, size, _ in blocks) + num_bytes - self.max_bytes
             if excess > 0:
-                needs = self.needs
                 complete = []
                 for time, size, path in blocks:
                     if path.suffix == _PARTIAL:
                         excess -= size if _remove_abandoned(path) else 0
-                    elif (need := needs.of(path.name)) <= replaced:
-                        complete.append((need, time, size, path))
-                if excess > sum(size for _, _, size, _ in complete):
+                    elif path.name.partition("-")[0] not in kept:
+                        complete.append((time, size, path))
+                if excess > sum(size for _, size, _ in complete):
                     return False
-                for _, _, size, path in sorted(complete):
+                for _, size, path in sorted(complete):
                     if excess <= 0:
                         break
                     path.unlink(missing_ok=True)
@@ -232,11 +183,7 @@ class BlockCache:
             return True
 
     def _blocks(self) -> Iterator[tuple[int, int, Path]]:
-        """Yield the time of the last use in ns, the size and the path of all blocks, partial ones included.
-
-        The caller must hold the lock of the directory, so that no block is renamed meanwhile. Partial files may be
-        created and removed, which are empty or need no more room.
-        """
+        """Yield the time of the last use in ns, the size and the path of all blocks, partial ones included; hold the lock."""
         with os.scandir(self.directory) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):
@@ -294,14 +241,8 @@ def _write(file: BinaryIO, content: bytes) -> None:
 def open_locked(path: Path, flags: int, *, waits: bool) -> BinaryIO | None:
     """Open a file and lock it against all others that lock it; the kernel frees the lock when the process dies.
 
-    Args:
-        path: path of the file.
-        flags: further flags of `os.open`, such as `os.O_CREAT`.
-        waits: whether to wait while another has locked the file.
-
-    Returns:
-        The file, open for reading and writing, or None if it is missing or locked by another, or was removed or renamed
-        before it was locked.
+    `flags` are further flags of `os.open`, such as `os.O_CREAT`. None is returned if the file is missing or (unless `waits`)
+    locked by another, or was removed or renamed before it was locked.
     """
     try:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600), "r+b", buffering=0)

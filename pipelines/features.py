@@ -74,7 +74,6 @@ class FeaturePart:
     start: int
     stop: int
     file: str
-    """Name of the file, relative to the directory of the features."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,15 +81,12 @@ class FeatureFiles:
     """The files of one kind of items, such as the images of a data set; other kinds can lie in the same directory."""
 
     directory: str
-    """Path or URI of the directory."""
     name: str
     """Name of the kind, with which the names of its files begin."""
     noun: str
     """What the rows are called in messages."""
     shard_sizes: tuple[int, ...]
-    """Number of rows of every shard."""
     columns: tuple[Column, ...]
-    """The arrays of a row."""
     rows_per_file: int
     """Number of rows in every file except the last one of a shard."""
 
@@ -129,15 +125,7 @@ class FeatureFiles:
         return bytes(sink.getvalue())
 
     def read(self, shards: np.ndarray, rows: np.ndarray, *, cache_bytes: int = 0) -> dict[str, np.ndarray]:
-        """Return an array (n, *shape) for every column.
-
-        Args:
-            shards, rows: (n,) shard of every item, and its row in the shard; the result has the same order.
-            cache_bytes: size of the node's cache of remote files in bytes; 0: none.
-
-        Raises:
-            OSError: if a file does not have the rows that it should have.
-        """
+        """Return an array (n, *shape) for every column, given the shard of every item and its row in it, each (n,)."""
         arrays = {column.name: np.empty((len(rows), *column.shape), column.dtype) for column in self.columns}
         numbers = rows // self.rows_per_file
         for shard, number in np.unique(np.stack([shards, numbers]), axis=1).T:
@@ -197,9 +185,7 @@ class Features:
     """Description of the stored features of a text."""
 
     directory: str
-    """Path or URI of the directory of the features."""
     text: Manifest
-    """The prepared text, of packed blocks."""
     hidden_size: int
     """d, the number of numbers per token."""
 
@@ -244,12 +230,7 @@ class Features:
 
     @classmethod
     def load(cls, directory: str, text: Manifest) -> Features:
-        """Read the manifest of features that were prepared for a text.
-
-        Raises:
-            FileNotFoundError: if the features are missing or not complete.
-            ValueError: if they belong to another text or version.
-        """
+        """Read the manifest of features; FileNotFoundError if they are not complete, ValueError if of another text."""
         content = read_manifest(directory, noun="features", field="features", version=_VERSION)
         if content["text_digest"] != text.digest:
             raise ValueError(f"{directory} holds the features of another text: prepare them again")
@@ -261,7 +242,6 @@ class FeatureSource:
     """Source of the stored features of blocks (see `pipelines.stream.Source`)."""
 
     features: Features
-    """The features."""
     cache_bytes: int = 0
     """Size of the node's cache of remote files in bytes; 0: none."""
     end_is_target: bool = True
@@ -298,9 +278,7 @@ class PairEmbeddings:
     """Description of the stored embeddings of a data set of pairs."""
 
     directory: str
-    """Path or URI of the directory of the embeddings."""
     pairs: ImageManifest
-    """The prepared pairs."""
     embedding_size: int
     """d, the number of dimensions."""
     image_size: int
@@ -363,12 +341,7 @@ class PairEmbeddings:
 
     @classmethod
     def load(cls, directory: str, pairs: ImageManifest) -> PairEmbeddings:
-        """Read the manifest of embeddings that were prepared for a data set of pairs.
-
-        Raises:
-            FileNotFoundError: if the embeddings are missing or not complete.
-            ValueError: if they belong to other pairs, or were written by another version.
-        """
+        """Read the manifest of embeddings; FileNotFoundError if not complete, ValueError if they belong to other pairs."""
         content = read_manifest(directory, noun="embeddings", field="embeddings", version=_VERSION)
         if content["pairs_digest"] != pairs.digest:
             raise ValueError(f"{directory} holds the embeddings of other pairs: prepare them again")
@@ -391,16 +364,14 @@ class EmbeddingSource:
     """Source of the stored embeddings of pairs (see `pipelines.stream.Source`)."""
 
     embeddings: PairEmbeddings
-    """The embeddings."""
     cache_bytes: int = 0
     """Size of the node's cache of remote files in bytes; 0: none."""
 
     def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
         """Return the training arrays of n pairs, which do not depend on the epoch.
 
-        Returns:
-            `image_embeddings`, `text_embeddings` (n, d) float32; `ids`, `image_ids` and `digest` (n,) int64 are those of
-            `pipelines.images.pairs.PairSource.read` without augmentation.
+        `image_embeddings`, `text_embeddings` (n, d) float32; `ids`, `image_ids` and `digest` (n,) int64 are those of
+        `pipelines.images.pairs.PairSource.read` without augmentation.
         """
         stored, pairs = self.embeddings, self.embeddings.pairs
         captions = stored.captions.read(shards, rows, cache_bytes=self.cache_bytes)

@@ -81,14 +81,7 @@ def compression_of(beginning: bytes) -> ArchiveFormat | None:
 def decompress(stream: Readable, num_bytes: int, line_format: ArchiveFormat) -> Iterator[bytes]:
     """Yield the decompressed bytes in pieces of at most 32 MiB, usually of READ_BYTES or a block.
 
-    Args:
-        stream: source of the stored bytes.
-        num_bytes: expected size of the stream. It is checked for an uncompressed stream only; a compressed stream
-            itself marks where it ends.
-        line_format: format of the stream: one of the formats of lines.
-
-    Raises:
-        DamagedError: where the stream is truncated or cannot be decoded further, or would take too much memory.
+    `num_bytes` is the expected size of the stream; it is checked for an uncompressed one, as a compressed one marks its end.
     """
     if line_format is ArchiveFormat.JSONL:
         num_read = 0
@@ -169,15 +162,7 @@ def _decompress_zstd(stream: Readable) -> Iterator[bytes]:
 
 
 def check_window(num_bytes: int, available_bytes: int | None = None) -> None:
-    """Refuse a window of zstandard that does not fit into memory, of which a quarter stays free for everything else.
-
-    Args:
-        num_bytes: size of the window, as the frame's header states it.
-        available_bytes: free memory in bytes; None: that of the machine, which is looked up if the window is large.
-
-    Raises:
-        DamagedError: if it does not fit; the message states its size.
-    """
+    """Refuse a window of zstandard that does not fit into memory, of which a quarter stays free for everything else."""
     if num_bytes > _SMALL_ZSTD_WINDOW_BYTES:
         if available_bytes is None:
             available_bytes = psutil.virtual_memory().available
@@ -235,16 +220,9 @@ def split_lines(chunks: Iterator[bytes]) -> Iterator[bytes | None]:
 
 
 def read_line_range(file: Seekable, start: int, stop: int) -> Iterator[bytes]:
-    """Yield the bytes of the lines that begin in start … stop−1, in pieces of at most READ_BYTES.
+    """Yield the bytes of the lines that begin in start … stop−1, with start < stop, in pieces of at most READ_BYTES.
 
     Of a line that is longer than MAX_RECORD_BYTES, as much is yielded as shows that it is.
-
-    Args:
-        file: file of lines.
-        start, stop: range of bytes within the file, with start < stop.
-
-    Raises:
-        DamagedError: if the file ends before `stop`.
     """
     position = max(start - 1, 0)
     file.seek(position)

@@ -9,8 +9,6 @@ A local path or a name on the Hugging Face hub is checked, too (:func:`checked_c
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -24,14 +22,14 @@ from pathlib import Path
 
 from pyarrow import fs
 
+from pipelines.object_store import BLOCK_BYTES
 from pipelines.ranges import ByteRange, RangeReader
-from pipelines.storage import resolve
+from pipelines.storage import compute_digest, resolve
 
 _VARIABLE = "TEMPNET_MODELS"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf")
 # Nothing here reads these subdirectories of a model: its repository, checkpoints of its training, and other formats.
 _UNREAD = re.compile(r"\..*|checkpoint-.*|onnx|openvino")
-_RANGE_BYTES, _RANGES_AT_A_TIME = 8 << 20, 8
 _NUM_LISTINGS = 3
 
 
@@ -41,30 +39,21 @@ class _Listing:
 
     filesystem: fs.FileSystem
     path: str
-    """Path of the file or directory within its filesystem."""
     files: dict[str, fs.FileInfo]
     """Path relative to `path` → file, in alphabetical order; a single file has the path "."."""
 
     @property
-    def num_bytes(self) -> int:
-        """Number of bytes of all files."""
-        return sum(file.size for file in self.files.values())
-
-    @property
     def digest(self) -> str:
         """Hash of names, sizes and times of modification, as 16 hex digits."""
-        return _digest([[name, file.size, file.mtime_ns] for name, file in self.files.items()])
+        return compute_digest([[name, file.size, file.mtime_ns] for name, file in self.files.items()])
 
 
 def local_copy(source: str, *, with_weights: bool = True) -> str:
     """Return the path on this machine of what lies at a URI, which is copied unless this was done before.
 
-    A local path and the name of a model on the hub are returned unchanged. Of a directory, its repository
-    (`.git`), checkpoints (`checkpoint-…`) and exports for other programs (`onnx`, `openvino`) are left out.
-
-    Args:
-        source: URI, local path or hub name.
-        with_weights: whether to copy the files that hold weights, too. A tokenizer and a configuration need none.
+    A local path and the name of a model on the hub are returned unchanged. Of a directory, its repository (`.git`),
+    checkpoints (`checkpoint-…`) and exports for other programs (`onnx`, `openvino`) are left out, and without
+    `with_weights` its weights.
 
     Raises:
         ValueError: if there is nothing at the URI, it cannot be read, or a file's name would lead out of the directory;
@@ -77,7 +66,7 @@ def local_copy(source: str, *, with_weights: bool = True) -> str:
         listing = _list(source, with_weights)
         if isinstance(listing.filesystem, fs.LocalFileSystem):
             return listing.path
-        directory = _cache() / _digest([source.rstrip("/"), with_weights])
+        directory = _cache() / compute_digest([source.rstrip("/"), with_weights])
         version = directory / listing.digest
         place = version / listing.path.lstrip("/")
         if version.is_dir():
@@ -87,7 +76,7 @@ def local_copy(source: str, *, with_weights: bool = True) -> str:
                 return str(place)
             for old in directory.glob("*/"):  # what a killed process has left, and what the source was before
                 shutil.rmtree(old)
-            _check_room(source, listing.num_bytes, directory)
+            _check_room(source, sum(file.size for file in listing.files.values()), directory)
             partial = Path(tempfile.mkdtemp(prefix="partial-", dir=directory))
             try:
                 _copy(listing, partial / listing.path.lstrip("/"))
@@ -143,13 +132,9 @@ def _copy(listing: _Listing, to: Path) -> None:
         target = to / name
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("wb") as stream:
-            for start in range(0, file.size, _RANGES_AT_A_TIME * _RANGE_BYTES):
-                stop = min(start + _RANGES_AT_A_TIME * _RANGE_BYTES, file.size)
-                ranges = [
-                    ByteRange(file.path, offset, min(_RANGE_BYTES, stop - offset))
-                    for offset in range(start, stop, _RANGE_BYTES)
-                ]
-                stream.writelines(reader.read(ranges))
+            starts = range(0, file.size, BLOCK_BYTES)
+            ranges = [ByteRange(file.path, start, min(BLOCK_BYTES, file.size - start)) for start in starts]
+            stream.writelines(reader.stream(ranges))
             if stream.tell() != file.size:
                 raise OSError(f"{file.path} ended after {stream.tell()} of its {file.size} bytes")
 
@@ -176,10 +161,6 @@ def _check_room(source: str, num_bytes: int, directory: Path) -> None:
         )
 
 
-def _digest(content: object) -> str:
-    return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
-
-
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SECONDS_TO_ANSWER = 5
 # If a model or a tokenizer is in the local cache of the hub, so is at least one of these files.
@@ -187,16 +168,7 @@ _FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 def checked_copy(source: str, field: str, *, with_weights: bool = True) -> str:
-    """Return what Transformers can load a model or tokenizer from: a path on this machine, or a hub name.
-
-    Args:
-        source: local path, URI or hub name.
-        field: what the error message begins with, such as `model.path = `.
-        with_weights: whether to copy the weights of a model at a URI.
-
-    Raises:
-        ValueError: if the source cannot be used; the message names the field and the source.
-    """
+    """Return what Transformers can load a model or tokenizer from: a path on this machine, or a hub name."""
     try:
         place = local_copy(source, with_weights=with_weights)
         check_source(place)
@@ -206,13 +178,10 @@ def checked_copy(source: str, field: str, *, with_weights: bool = True) -> str:
 
 
 def check_source(source: str) -> None:
-    """Reject a local path that does not exist, and a hub name that is not in the cache if the hub cannot be reached.
+    """Raise ValueError for a local path that does not exist, and a hub name that is not cached if the hub cannot be reached.
 
     Without this check, Transformers treats a missing path as a misspelt hub name, and without a network it keeps
     trying to reach the hub for half a minute.
-
-    Raises:
-        ValueError: if the source cannot be used; the message names it.
     """
     path = Path(source).expanduser()
     if path.exists():

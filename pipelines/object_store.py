@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import io
 import random
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from os import environ
-from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Self, TypeAlias, TypeVar
 
 import pyarrow as pa
 from pyarrow import fs
@@ -26,6 +23,8 @@ from pyarrow import fs
 from pipelines.store_errors import RETRIES, explain, is_final
 
 Result = TypeVar("Result")
+InputFile: TypeAlias = "pa.NativeFile | RemoteFile"
+"""A file that is open for reading; pyarrow's local files need a `seek` between `read_at` and `read`."""
 
 BLOCK_BYTES = 2**23
 """Size of a block, the unit in which objects are read. The last block of an object has the rest too, up to twice that."""
@@ -38,85 +37,15 @@ _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "STORAGE_EMULA
 _jitter = random.Random()
 
 
-@dataclass(slots=True)
-class Traffic:
-    """What this process has read from object stores."""
-
-    num_gets: int = 0
-    """Number of ranges that were read."""
-    num_bytes: int = 0
-    """Number of bytes in them."""
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, *, num_gets: int = 0, num_bytes: int = 0) -> None:
-        """Add to the counts; threads may do so at the same time."""
-        with self._lock:
-            self.num_gets += num_gets
-            self.num_bytes += num_bytes
-
-
-TRAFFIC = Traffic()
-"""What this process has read from object stores so far."""
-
-
-class InputFile(Protocol):
-    """A file that is open for reading, as `pyarrow.NativeFile` is."""
-
-    def read(self, num_bytes: int = -1, /) -> bytes:
-        """Return the next bytes, as many as asked for unless the file ends before; -1: all that are left."""
-        ...
-
-    def read_at(self, num_bytes: int, offset: int, /) -> bytes:
-        """Return the bytes from a position on; pyarrow's local files need a `seek` before the next `read`."""
-        ...
-
-    def seek(self, position: int, whence: int = 0, /) -> int:
-        """Change the position at which `read` goes on, and return it."""
-        ...
-
-    def seekable(self) -> bool:
-        """Return whether the position can be changed."""
-        ...
-
-    def tell(self) -> int:
-        """Return the position at which `read` goes on."""
-        ...
-
-    def size(self) -> int:
-        """Return the number of bytes in the file."""
-        ...
-
-    def close(self) -> None:
-        """Close the file."""
-        ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None, /
-    ) -> None: ...
-
-
 def is_local(filesystem: fs.FileSystem) -> bool:
     """Return whether a filesystem is the machine's own, which is read directly."""
     return isinstance(filesystem, fs.LocalFileSystem)
 
 
 def open_for_reading(filesystem: fs.FileSystem, path: str, *, stop: int | None = None) -> InputFile:
-    """Open a file that is read from front to back, or piece by piece; a remote one is read ahead in large ranges.
-
-    Args:
-        filesystem: filesystem of the file.
-        path: path within it.
-        stop: position up to which the file will be read, if that is not its end. Bytes behind it can be read, but they
-            are not read ahead.
-
-    Raises:
-        OSError: if the file cannot be opened; for an object store the message names the URI and what to set.
-    """
+    """Open a file that is read from front to back, or piece by piece; a remote one is read ahead up to `stop`."""
     if is_local(filesystem):
-        file: InputFile = filesystem.open_input_file(path)
-        return file
+        return filesystem.open_input_file(path)
     return RemoteFile(RemoteObject(filesystem, path), stop=stop)
 
 
@@ -130,11 +59,7 @@ def version_of(filesystem: fs.FileSystem, path: str) -> str:
 
 @contextmanager
 def unchanged(filesystem: fs.FileSystem, path: str) -> Iterator[str]:
-    """Yield the version of a file that is read in the block, and check at the end that it is still the same.
-
-    Raises:
-        OSError: if the file was written again, so that bytes of both versions may have been read.
-    """
+    """Yield the version of a file that is read in the block, and check at the end that it is still the same."""
     version = version_of(filesystem, path)
     yield version
     if version_of(filesystem, path) != version:
@@ -153,11 +78,7 @@ def _uri(filesystem: fs.FileSystem, path: str) -> str:
 
 
 class RemoteObject:
-    """An object of a remote filesystem, of which any range can be read by several threads at the same time.
-
-    Raises:
-        OSError: if the object cannot be opened; the message names the URI and what to set.
-    """
+    """An object of a remote filesystem, of which any range can be read by several threads at the same time."""
 
     def __init__(self, filesystem: fs.FileSystem, path: str) -> None:
         self.uri = _uri(filesystem, path)
@@ -182,14 +103,8 @@ class RemoteObject:
         return block * BLOCK_BYTES, self.size if block == self.num_blocks - 1 else (block + 1) * BLOCK_BYTES
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """Return the bytes from a position on in one request; they are fewer than asked for where the object ends.
-
-        Raises:
-            OSError: if the store refuses, or fails several times; the message names the URI and what to set.
-        """
+        """Return the bytes from a position on in one request; they are fewer than asked for where the object ends."""
         num_bytes = max(0, min(num_bytes, self.size - offset))
-        if not num_bytes:
-            return b""
 
         def get() -> bytes:
             data: bytes = self._file.read_at(num_bytes, offset)
@@ -197,9 +112,7 @@ class RemoteObject:
                 raise OSError(f"the answer ends after {len(data)} of {num_bytes} bytes from byte {offset} on")
             return data
 
-        data = self._persist(get)
-        TRAFFIC.add(num_gets=1, num_bytes=num_bytes)
-        return data
+        return self._persist(get) if num_bytes else b""
 
     def _persist(self, call: Callable[[], Result]) -> Result:
         """Return what a call returns, repeating it after pauses that double, with jitter, as long as it may help."""
@@ -222,14 +135,14 @@ class RemoteObject:
         return tag.decode() or str(self._persist(lambda: filesystem.get_file_info(path).mtime_ns))
 
 
-class RemoteFile(io.RawIOBase):
+class RemoteFile:
     """A remote object as a file that is read ahead, once it has been read beyond a block.
 
-    It holds at most four blocks in memory, and is not for several threads.
+    It has the methods of a `pyarrow.NativeFile` that readers here use, holds at most four blocks in memory, and is not for
+    several threads.
     """
 
     def __init__(self, remote: RemoteObject, *, stop: int | None = None) -> None:
-        super().__init__()
         self._remote = remote
         self._stop = remote.size if stop is None else min(stop, remote.size)
         self._position = 0
@@ -237,17 +150,16 @@ class RemoteFile(io.RawIOBase):
         self._ranges: deque[tuple[int, int, Future[bytes]]] = deque()
         self._pool = ThreadPoolExecutor(_NUM_BLOCKS_AHEAD, thread_name_prefix="read-ahead")
 
-    def readable(self) -> bool:
-        """Return True."""
-        return True
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._ranges.clear()
 
     def seekable(self) -> bool:
         """Return True."""
         return True
-
-    def size(self) -> int:
-        """Return the number of bytes in the object."""
-        return self._remote.size
 
     def tell(self) -> int:
         """Return the position at which `read` goes on."""
@@ -258,21 +170,10 @@ class RemoteFile(io.RawIOBase):
         self._position = max(0, position + {0: 0, 1: self._position, 2: self._remote.size}[whence])
         return self._position
 
-    def read_at(self, num_bytes: int, offset: int, /) -> bytes:
-        """Return the bytes from a position on in one request, unless they lie in memory."""
-        for begin, end, future in self._ranges:
-            if begin <= offset and offset + num_bytes <= end and future.done():
-                return future.result()[offset - begin : offset - begin + num_bytes]
-        return self._remote.read(offset, num_bytes)
-
-    def read(self, num_bytes: int | None = -1, /) -> bytes:
-        """Return the next bytes, as many as asked for unless the object ends before; -1: all that are left.
-
-        Raises:
-            OSError: if the store refuses, or fails several times; the message names the URI and what to set.
-        """
+    def read(self, num_bytes: int = -1, /) -> bytes:
+        """Return the next bytes, as many as asked for unless the object ends before; -1: all that are left."""
         num_left = self._remote.size - self._position
-        if num_bytes is not None and num_bytes >= 0:
+        if num_bytes >= 0:
             num_left = min(num_bytes, num_left)
         parts = []
         while num_left > 0:
@@ -282,19 +183,6 @@ class RemoteFile(io.RawIOBase):
             self._position += len(part)
             num_left -= len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def readinto(self, buffer: memoryview, /) -> int:  # type: ignore[override]  # typeshed's type of a buffer is private
-        """Read into a buffer, as wrappers of the standard library do, and return the number of bytes."""
-        data = self.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def close(self) -> None:
-        """Stop reading ahead and free the memory."""
-        if not self.closed:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            self._ranges.clear()
-        super().close()
 
     def _range_here(self) -> tuple[int, bytes]:
         """Return the range that holds the current position: where it begins, and its bytes."""

@@ -34,9 +34,7 @@ class ShuffleWindow:
     start: int
     """First place of the window in the stream."""
     shards: tuple[int, ...]
-    """Numbers of the shards whose items the window holds."""
     sizes: tuple[int, ...]
-    """Number of items in each of these shards."""
 
     @property
     def num_items(self) -> int:
@@ -51,16 +49,10 @@ class ShuffleWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPlan:
-    """Order in which the items of a data set are visited.
-
-    Raises:
-        ValueError: if the data set holds no items.
-    """
+    """Order in which the items of a data set are visited."""
 
     shard_sizes: tuple[int, ...]
-    """Number of items in every shard."""
     seed: int
-    """Seed of the permutations."""
     window_size: int = 32_768
     """Number of items that complete a window: shards are added to it until it holds this many or the epoch ends."""
     part_sizes: tuple[int, ...] = ()

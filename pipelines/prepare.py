@@ -30,10 +30,7 @@ class PreparedManifest(Protocol):
     """Description of a prepared data set."""
 
     @property
-    def readings(self) -> Sequence[Reading]:
-        """Summaries of everything that was read."""
-        ...
-
+    def readings(self) -> Sequence[Reading]: ...
     @property
     def lost_files(self) -> Sequence[str]:
         """Names of the files that list the lost records, relative to the directory, in stored order."""
@@ -82,13 +79,10 @@ def prepare(
     Args:
         load: loads the manifest, and raises FileNotFoundError if the data are not (completely) prepared.
         make_task: returns the preparation of the units.
-        source: path or URI of what is prepared, for messages.
+        source: path or URI of what is prepared, for messages, which call a record `noun`.
         directory: path or URI of the prepared directory, which is created.
-        max_bad_share: largest share of records that may be unreadable, in [0, 1].
-        field: name of the setting that `max_bad_share` comes from, for messages.
-        noun: word for one record, for messages.
-        losses: path or URI of a file to list every lost record in; it is also written if there are too many. If empty, no
-            list is written.
+        max_bad_share: largest share of records that may be unreadable, in [0, 1]; messages call the setting `field`.
+        losses: path or URI of a file to list every lost record in, also if there are too many; empty: none.
         resources: custom Ray resources that every task takes, by which the tasks are kept to certain nodes.
 
     Raises:
@@ -126,15 +120,8 @@ def run_tasks(
 ) -> list[dict[str, Any]]:
     """Call `run(number)` for every unit that has no record in `directory` yet; return the records of all units in order.
 
-    Requests to object stores that the tasks had to repeat are shown on the standard error, and counted in
-    `pipelines.store_errors.RETRIES`.
-
-    Args:
-        run: function that runs in a Ray task and returns a JSON object. The object is saved as the unit's record after
-            `run` has returned, so a record exists only if everything else was written.
-        names: distinct name of every unit; its record is `<name>.json`, and its number the position in this list.
-        directory: path or URI of an existing directory, which holds the records.
-        resources: custom Ray resources that every task takes.
+    `run` returns a JSON object, which is saved as the unit's record `<name>.json` after it has returned, so that a record
+    exists only if everything else was written. Requests to object stores that had to be repeated are shown and counted.
     """
     import ray  # Here, because what only reads prepared data need not import it.
 

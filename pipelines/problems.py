@@ -8,8 +8,9 @@ were read in parallel.
 from __future__ import annotations
 
 import json
+import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
@@ -32,9 +33,16 @@ class Problem:
     where: str
     """Name of the affected record, archive member or archive, relative to the URI that is read."""
     detail: str
-    """Explanation for a human reader."""
     count: int = 1
     """Number of records that are affected; it exceeds 1 only where several are lost at once, or had to be estimated."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TruncatedArchive(Problem):
+    """Problem of an archive, or of a member of one, that cannot be read further."""
+
+    num_bytes_unread: int
+    """Number of stored bytes behind that place; 0 where the archive ends early, so that it is not known."""
 
 
 def printable(name: str) -> str:
@@ -58,12 +66,15 @@ def describe_counts(counts: Mapping[str, int]) -> str:
 
 
 class LostRecords:
-    """Count the lost records of one archive by kind, keep the first few as examples, and write all of them to a file.
+    """Counts the lost records of one archive by kind, keeps the first few as examples, and writes all of them to a file.
 
     This is a context manager; the file is complete when the context exits.
     """
 
     def __init__(self, uri: str) -> None:
+        self.problems, self.examples = Counter[str](), list[str]()
+        self.num_bytes_unread: int | None = None
+        """Number of bytes behind the places where the archive cannot be read further; None: it was read to its end."""
         filesystem, path = resolve(uri)
         self._stream = filesystem.open_output_stream(path)
 
@@ -75,15 +86,11 @@ class LostRecords:
     ) -> None:
         self._stream.close()
 
-    def add(self, archive: str, problem: Problem, problems: Counter[str], examples: list[str]) -> None:
-        """Count a problem and write it to the file.
-
-        Args:
-            archive: path of the archive that contains the problem.
-            problem: the problem to record.
-            problems, examples: counts and examples, which are updated in place as by `note`.
-        """
-        note(problem, problems, examples)
+    def add(self, archive: str, problem: Problem) -> None:
+        """Count a problem of the archive at a path, and write it to the file."""
+        note(problem, self.problems, self.examples)
+        if isinstance(problem, TruncatedArchive):
+            self.num_bytes_unread = (self.num_bytes_unread or 0) + problem.num_bytes_unread
         line = {
             "kind": problem.kind,
             "archive": archive,
@@ -100,16 +107,7 @@ def lost_name(prepared: str) -> str:
 
 
 def list_lost(directory: str, files: Sequence[str], destination: str) -> None:
-    """Concatenate several files of lost records of a prepared directory into one file.
-
-    Args:
-        directory: path or URI of the prepared directory.
-        files: names of the files to read, relative to `directory`, in the order in which they are concatenated.
-        destination: path or URI of the file to write. Its directory must exist; an existing file is replaced.
-
-    Raises:
-        OSError: if `destination` cannot be written.
-    """
+    """Concatenate files of lost records, given relative to a prepared directory, into one file, which is replaced."""
     target, target_path = resolve(destination)
     with target.open_output_stream(target_path) as sink:
         for file in files:
@@ -132,6 +130,49 @@ class Reading(Protocol):
     def examples(self) -> Sequence[str]: ...
 
 
+class Unread(Protocol):
+    """An archive of which a part may not have been reached."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def num_records(self) -> int: ...
+    @property
+    def num_bytes_unread(self) -> int | None:
+        """Number of bytes behind the places where it cannot be read further (`TruncatedArchive`); None: read to its end."""
+        ...
+
+
+def estimate_unread(archives: Sequence[Unread], kind: StrEnum, noun: str) -> Iterator[Problem | None]:
+    """Yield, for every archive that could not be read to its end, the problem of its unreachable records, else None.
+
+    Their number is estimated from bytes and the mean size of the records that were read. Where an archive is damaged before
+    its end, the number of remaining bytes is known. Where it ends early, the missing bytes are the difference to the median
+    size of the intact archives or, if there are none, as many as were read, which is what a cut at a random place costs on
+    average. At least one record is missing.
+    """
+    intact = [archive for archive in archives if archive.num_bytes_unread is None and archive.num_records]
+    sizes = [archive.num_bytes or 0 for archive in intact]  # Some filesystems do not report sizes.
+    median = statistics.median(sizes) if intact else 0
+    records_per_byte = sum(archive.num_records for archive in intact) / max(1, sum(sizes))
+    for archive in archives:
+        if (num_bytes := archive.num_bytes_unread) is None:
+            yield None
+            continue
+        num_read = max(0, (archive.num_bytes or 0) - num_bytes)
+        if num_bytes:
+            basis = f"the {num_bytes} bytes behind the damage"
+        elif median:
+            num_bytes, basis = max(0, round(median) - num_read), f"the {median:.0f} bytes of a whole archive"
+        else:
+            num_bytes, basis = num_read, "nothing, as its whole size is unknown: as many as could be read"
+        number = round(num_bytes * (archive.num_records / num_read if archive.num_records else records_per_byte))
+        detail = f"about {max(1, number)} {noun}s, estimated from {basis}"
+        yield Problem(kind=kind, where=archive.path.rsplit("/", 1)[-1], detail=detail, count=max(1, number))
+
+
 class TooManyProblemsError(RuntimeError):
     """Raised when more records were unreadable than the configuration allows, or when none was readable."""
 
@@ -146,16 +187,9 @@ def check_problems(
 ) -> None:
     """Reject a source with too large a share of unreadable records, or with no readable record at all.
 
-    Args:
-        source: path or URI of what was read, for the error message.
-        readings: one summary per archive.
-        max_bad_share: largest allowed share of unreadable records, in [0, 1].
-        field: name of the configuration field that `max_bad_share` comes from, for the error message.
-        noun: word for one record, for the error message.
-
     Raises:
-        TooManyProblemsError: if too many records are unreadable; the message names the share, the kinds of problems and
-            the worst archives.
+        TooManyProblemsError: the message names the share, the kinds of problems, the worst archives, and by `field` the
+        setting.
     """
     num_bad = sum(sum(reading.problems.values()) for reading in readings)
     num_records = sum(reading.num_records for reading in readings)

@@ -12,10 +12,11 @@ from contextlib import suppress
 from functools import lru_cache, partial
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 from pyarrow import fs
 
-from pipelines.block_cache import BlockCache, Need, Needs, node_directory
+from pipelines.block_cache import BlockCache, node_directory
 from pipelines.object_store import RemoteObject, is_local, name_object
 from pipelines.storage import resolve
 
@@ -33,23 +34,16 @@ class ByteRange(NamedTuple):
     """Location of a range of bytes in a file."""
 
     path: str
-    """Path of the file within its filesystem."""
     offset: int
-    """Position of the first byte in the file."""
     size: int
-    """Number of bytes."""
 
 
 class RangeReader:
     """Read byte ranges from a filesystem: one after the other if it is local, several in parallel if it is remote.
 
-    Local files are read rather than memory-mapped: if a mapped file becomes shorter, accessing it kills the process
-    with SIGBUS, whereas a read returns fewer bytes, which can be reported.
-
-    Args:
-        filesystem: the filesystem to read from.
-        cache: keeps the blocks of remote files, so that every process of the node finds what one has read. Without it,
-            every range of a remote file is a request of its own. It is not used for local files.
+    Local files are read rather than memory-mapped: if a mapped file becomes shorter, accessing it kills the process with
+    SIGBUS, whereas a read returns fewer bytes. The cache keeps the blocks of remote files for every process of the node;
+    without it, every range of a remote file is a request of its own.
     """
 
     def __init__(self, filesystem: fs.FileSystem, cache: BlockCache | None = None) -> None:
@@ -62,18 +56,11 @@ class RangeReader:
         if not is_local(filesystem):
             self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="ranges")
         self._prefetcher = Prefetcher()
-        # What was last asked for; None if there was no room for all of it, so that it is tried again. The lock keeps what
-        # was begun for one request from ending, or from coming before, the one that has replaced it.
         self._request: _Request | None = None
-        self._lock = threading.Lock()
+        """What was last asked for; None if there was no room for all of it, so that it is tried again."""
 
     def read(self, ranges: Sequence[ByteRange]) -> list[bytes]:
-        """Return the bytes of each range, in order; they are fewer than requested where a file ends inside the range.
-
-        Raises:
-            OSError: if a file no longer exists or cannot be read; for an object store the message names the URI and
-                what to set.
-        """
+        """Return the bytes of each range, in order; they are fewer than requested where a file ends inside the range."""
         if self._pool is None:
             return [self._open_local(part.path).read_at(part.size, part.offset) for part in ranges]
         if self._cache is None:
@@ -85,11 +72,7 @@ class RangeReader:
         return [self._read_cached(part, self._cache) for part in ranges]
 
     def stream(self, ranges: Sequence[ByteRange]) -> Iterator[bytes]:
-        """Yield what `read` returns, item by item; memory holds at most 64 MiB, or a single range if it is longer.
-
-        Raises:
-            OSError: if a file no longer exists or cannot be read.
-        """
+        """Yield what `read` returns, item by item; memory holds at most 64 MiB, or a single range if it is longer."""
         first, num_bytes = 0, 0
         for number, part in enumerate(ranges):
             if number > first and num_bytes + part.size > _MAX_BYTES_AT_A_TIME:
@@ -99,11 +82,7 @@ class RangeReader:
         yield from self.read(ranges[first:])
 
     def read_file(self, path: str) -> pa.Buffer:
-        """Return the content of a file; a local one, and one of which the cache holds everything, is memory-mapped.
-
-        Raises:
-            OSError: if the file does not exist or cannot be read.
-        """
+        """Return the content of a file; a local one, and one of which the cache holds everything, is memory-mapped."""
         if self._pool is None:
             with pa.memory_map(path) as file:
                 return file.read_buffer()
@@ -120,70 +99,41 @@ class RangeReader:
     def prefetch(
         self, now: Sequence[str], later: Sequence[str] = (), before: Sequence[str] = (), *, whole: bool = False
     ) -> None:
-        """Fetch files into the cache in the background, in this order. Without a cache, nothing is done.
+        """Fetch files into the cache, if there is one, in the background: those read `now`, then those read `later`.
 
-        A call replaces the one before: files that have not been begun by then are not fetched. Fetching ends when the cache
-        has no room beside the files that are named here, and the same call, repeated, begins it again. Errors of the store
-        are ignored, because they come again when the file is read.
-
-        Args:
-            now: paths of the files that are being read. While they are, none of their blocks makes room for another.
-            later: paths of the files that will be read next.
-            before: paths of files that were read before and that another process may still read, so that no block of
-                theirs makes room for one that is fetched ahead.
-            whole: whether files are read by `read_file` rather than by `read`.
+        No block of the files of `now` makes room for another, and none of `later` and `before` (which another process may
+        still read) for one that is fetched ahead. A call replaces the one before. Fetching ends when the cache has no room
+        beside these files, and the same call, repeated, begins it again. Errors of the store come when the file is read.
+        `whole` is for files that are read by `read_file` rather than by `read`.
         """
         request = tuple(now), tuple(later), tuple(before)
         if self._pool is None or self._cache is None or request == self._request:
             return
-        files = (*now, *later)
-        with self._lock:
-            self._request = request
-            self._cache.needs = Needs(
-                now=frozenset(name_object(self._filesystem, path) for path in now),
-                near=frozenset(name_object(self._filesystem, path) for path in (*later, *before)),
-            )
-            self._prefetcher.request([partial(self._begin_prefetch, request, files, whole)] if files else [])
+        self._request = request
+        self._cache.now = frozenset(name_object(self._filesystem, path) for path in now)
+        self._cache.near = frozenset(name_object(self._filesystem, path) for path in (*later, *before))
+        self._prefetcher.replace([partial(self._begin_prefetch, request, (*now, *later), whole)])
 
     def _begin_prefetch(self, request: _Request, paths: Sequence[str], whole: bool) -> None:
-        """Let the blocks of the first file be fetched and then those of the others, unless the request was replaced.
-
-        A file is begun when all blocks of those before it are: what is read later must not take the room of what is
-        read now.
-        """
+        """Let the blocks of the first file be fetched, and then those of the others, unless the request was replaced."""
+        if not paths or self._request is not request:
+            return
         calls: list[Callable[[], object]] = []
         with suppress(OSError):  # Whoever reads the file gets the error.
-            calls += self._prefetch_calls(request, paths[0], whole)
-        if len(paths) > 1:
-            calls.append(partial(self._begin_prefetch, request, paths[1:], whole))
-        with self._lock:
-            if self._request == request:
-                self._prefetcher.insert(calls)
-
-    def _prefetch_calls(self, request: _Request, path: str, whole: bool) -> Iterator[Callable[[], object]]:
-        """Yield the functions that fetch the blocks of a file ahead, in order."""
-        remote, fetch = self._open(path), partial(self._prefetch_block, request)
-        if whole:
-            yield partial(fetch, f"{remote.key}-whole", remote.size, partial(self._get_file, path))
-            return
-        for block in range(remote.num_blocks):
-            yield partial(fetch, *self._block(path, block), partial(self._get_block, path, block))
+            path, remote = paths[0], self._open(paths[0])
+            if whole:
+                blocks = [(f"{remote.key}-whole", remote.size, partial(self._get_file, path))]
+            else:
+                numbers = range(remote.num_blocks)
+                blocks = [(*self._block(path, block), partial(self._get_block, path, block)) for block in numbers]
+            calls += [partial(self._prefetch_block, request, *block) for block in blocks]
+        self._prefetcher.insert([*calls, partial(self._begin_prefetch, request, paths[1:], whole)])
 
     def _prefetch_block(self, request: _Request, name: str, num_bytes: int, fetch: Callable[[], bytes]) -> None:
-        """Fetch a block, or give up what is still to be fetched for the request if there is no room for this one.
-
-        A thread that fetches for a newer request leaves the block to this one, which may have found no room only by what
-        the replaced request needed. Then it tries again for the newer one.
-        """
+        """Fetch a block, or give up what is still to be fetched for the request if there is no room for this one."""
         assert self._cache is not None
-        while not self._cache.fetch(name, num_bytes, fetch):
-            with self._lock:
-                if self._request == request:
-                    self._prefetcher.request([])
-                    self._request = None
-                if self._request is None or self._cache.needs.of(name) is Need.NONE:
-                    return
-                request = self._request
+        if self._request is request and not self._cache.fetch(name, num_bytes, fetch) and self._request is request:
+            self._request = None
 
     def _read(self, part: ByteRange) -> bytes:
         return self._open(part.path).read(part.offset, part.size)
@@ -227,6 +177,15 @@ class RangeReader:
         return b"".join(self._get_block(path, block) for block in range(self._open(path).num_blocks))
 
 
+def gather_rows(shards: np.ndarray, rows: np.ndarray, read: Callable[[int, np.ndarray], pa.Table]) -> pa.Table:
+    """Return rows of several shards as one table, in the order of `shards` and `rows` (n,); `read` returns those of one."""
+    chosen = [np.flatnonzero(shards == shard) for shard in np.unique(shards)]
+    tables = [read(int(shards[places[0]]), rows[places]) for places in chosen]
+    if len(tables) == 1:
+        return tables[0]
+    return pa.concat_tables(tables).take(pa.array(np.argsort(np.concatenate(chosen))))
+
+
 class Prefetcher:
     """A few threads that call functions in order; the end of the program waits for no more than those that have begun."""
 
@@ -235,7 +194,7 @@ class Prefetcher:
         self._lock = threading.Lock()
         self._num_threads = 0
 
-    def request(self, calls: Sequence[Callable[[], object]]) -> None:
+    def replace(self, calls: Sequence[Callable[[], object]]) -> None:
         """Replace the functions that wait by others."""
         with self._lock:
             self._waiting = deque(calls)
@@ -267,12 +226,7 @@ class Prefetcher:
 
 @lru_cache(maxsize=8)
 def range_reader(uri: str, cache_bytes: int = 0) -> RangeReader:
-    """Return the reader for a URI's filesystem; it is cached, so that a process has one reader per URI.
-
-    Args:
-        uri: path or URI below which files are read.
-        cache_bytes: size of the node's cache of remote blocks; 0: no cache.
-    """
+    """Return the process's reader of the filesystem of a URI, with the node's cache of `cache_bytes` for a remote one."""
     filesystem, _ = resolve(uri)
     has_cache = cache_bytes > 0 and not is_local(filesystem)
     return RangeReader(filesystem, BlockCache(node_directory(), cache_bytes) if has_cache else None)

@@ -85,22 +85,14 @@ def exists(uri: str) -> bool:
 
 @names_written_store
 def create_directory(uri: str) -> None:
-    """Create the directory at a path or URI, and those above it, unless they exist.
-
-    Raises:
-        OSError: if it cannot be created.
-    """
+    """Create the directory at a path or URI, and those above it, unless they exist."""
     filesystem, path = resolve(uri)
     filesystem.create_dir(path, recursive=True)
 
 
 @names_store
 def read_bytes(uri: str) -> bytes:
-    """Return the content of the file at a path or URI.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-    """
+    """Return the content of the file at a path or URI."""
     filesystem, path = resolve(uri)
     with filesystem.open_input_stream(path) as stream:
         content: bytes = stream.read()
@@ -109,11 +101,7 @@ def read_bytes(uri: str) -> bytes:
 
 @names_written_store
 def write_bytes(uri: str, content: bytes) -> None:
-    """Write a file atomically: a reader sees all of it or none, and if the disk is full the old file remains.
-
-    Raises:
-        OSError: if the file cannot be written; the message names the file if the operating system gave an error number.
-    """
+    """Write a file atomically: a reader sees all of it or none, and if the disk is full the old file remains."""
     filesystem, path = resolve(uri)
     directory, _, name = path.rpartition("/")
     # The name is unique, as other processes may write the same file; the underscore hides it from readers of the directory.
@@ -132,11 +120,7 @@ def write_bytes(uri: str, content: bytes) -> None:
 
 @names_store
 def read_json(uri: str) -> dict[str, Any] | None:
-    """Return the JSON object stored at a URI, or None if there is no such file.
-
-    Raises:
-        ValueError: if the file holds something other than a JSON object; the message names the file.
-    """
+    """Return the JSON object stored at a URI, or None if there is no such file."""
     filesystem, path = resolve(uri)
     if filesystem.get_file_info(path).type != fs.FileType.File:
         return None
@@ -167,13 +151,7 @@ def write_manifest(directory: str, content: dict[str, Any]) -> None:
 
 
 def read_manifest(directory: str, *, noun: str, field: str, version: int) -> dict[str, Any]:
-    """Read the manifest of a prepared directory.
-
-    Args:
-        directory: path or URI of the directory.
-        noun: word for the kind of data, for the error message.
-        field: name of a field that only manifests of this kind have.
-        version: version of the manifest format that is expected.
+    """Read the manifest of a prepared directory; `field` is one that only manifests of this kind (`noun`) have.
 
     Raises:
         FileNotFoundError: if the directory has no manifest.

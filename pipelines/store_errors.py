@@ -49,12 +49,7 @@ def is_final(error: OSError) -> bool:
 
 
 def explain(error: OSError, uri: str) -> OSError:
-    """Return an error with one line for people in place of an error of an object store.
-
-    Args:
-        error: the error as pyarrow raises it.
-        uri: what was to be read or written.
-    """
+    """Return an error with one line for people in place of pyarrow's, of an object store that was to be read at a URI."""
     text = " ".join(str(error).split())
     keys, endpoint = _variables(uri)
     if _holds(text, _BUCKET):
@@ -71,12 +66,7 @@ def explain(error: OSError, uri: str) -> OSError:
 
 
 def explain_write(error: OSError, uri: str) -> OSError:
-    """Return an error with one line for people in place of an error of an object store that was to be written to.
-
-    Args:
-        error: the error as pyarrow raises it.
-        uri: what was to be written.
-    """
+    """Return an error with one line for people in place of pyarrow's, of a store that was to be written to at a URI."""
     if isinstance(error, RefusedWriteError):
         return error
     if not isinstance(error, PermissionError) and not _holds(str(error), _ACCESS):
@@ -174,13 +164,7 @@ RETRIES = Retries()
 
 
 class RetryLog:
-    """Adds up repeated requests, and says at most once a minute what is new.
-
-    Args:
-        say: function that shows a line to a person.
-        total: number that was counted before, for example before a run was restarted.
-        clock: function that returns the time in seconds.
-    """
+    """Adds up repeated requests, also those before a restart (`total`), and says at most once a minute what is new."""
 
     def __init__(
         self, say: Callable[[str], None], total: int = 0, *, clock: Callable[[], float] = time.monotonic

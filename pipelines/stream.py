@@ -42,14 +42,10 @@ class Source(Protocol):
     """Data that can be streamed: items stored as rows of shards."""
 
     def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
-        """Return n items as arrays with n rows each.
+        """Return n items as arrays with n rows each, in the order of `shards` and `rows` (n,).
 
-        Args:
-            shards, rows: (n,) shard number of each item, and its row in the shard; the result has the same order.
-            epoch: epoch in which the items are visited; the content may depend on it, for example through augmentation.
-
-        Returns:
-            Arrays by name. One of them is `digest` (n,) int64, a hash of each item's content in [0, 2^48).
+        The content may depend on the epoch, for example through augmentation. One of the arrays is `digest` (n,) int64, a
+        hash of each item's content in [0, 2^48).
         """
         ...
 
@@ -63,13 +59,9 @@ class RemoteSource(Protocol):
     """Source whose shards may lie in an object store."""
 
     def prefetch(self, now: Sequence[int], later: Sequence[int], before: Sequence[int]) -> None:
-        """Fetch shards into the node's cache in the background, in this order, if they are remote.
+        """Fetch remote shards into the node's cache in the background: of the window read `now`, then of the next one.
 
-        Args:
-            now: shards of the window that is being read; they stay in the cache.
-            later: shards of the next window.
-            before: shards of the window before, which another rank may still read; they are not fetched, but do not
-                make room for those that are.
+        Those of `before`, which another rank may still read, are not fetched, but do not make room for those that are.
         """
         ...
 
@@ -82,31 +74,20 @@ class Segment:
     """
 
     start: int
-    """First place of the segment; a multiple of the batch size."""
     stop: int
-    """The place just after its last one; a multiple of the batch size."""
     windows: list[ShuffleWindow]
-    """The windows that its items lie in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStream:
-    """One rank's part of the batches of a run.
-
-    Raises:
-        ValueError: if the batch size is not divisible by the number of workers.
-    """
+    """One rank's part of the batches of a run."""
 
     source: Source
-    """Data to read from."""
     plan: StreamPlan
-    """Order of the items."""
     batch_size: int
     """Number of items in the global batch, over all ranks."""
     rank: int
-    """Rank of this worker, from 0."""
     world_size: int
-    """Number of workers."""
     num_readers: int = 1
     """Number of Ray tasks that read at the same time. One is enough if items are only copied, not decoded. With 0 there
     are no tasks: the rank reads in its own process, for a source that is held in memory."""
@@ -129,13 +110,9 @@ class RankStream:
         return self.batch_size // self.world_size
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
-        """Yield this rank's part of each batch in the places start … stop−1.
+        """Yield this rank's part of each batch in the places start … stop−1, which are multiples of the batch size.
 
         Each batch holds the arrays that the source returns, and `place` (n,), the place of each item in the stream.
-
-        Args:
-            start: the cursor, which is the first place to read; a multiple of the batch size.
-            stop: the place at which the run ends (exclusive); a multiple of the batch size.
         """
         assert start % self.batch_size == 0
         assert stop % self.batch_size == 0

@@ -51,6 +51,10 @@ class TarMember:
         self._num_left = num_bytes
         self.is_cut = False
 
+    def num_unread(self) -> int:
+        """Return how many bytes of the member were not read; 0 where the archive ends inside it."""
+        return 0 if self.is_cut else self._num_left
+
     def read(self, num_bytes: int, /) -> bytes:
         """Return up to `num_bytes` bytes; the result is empty at the end of the member or of the archive."""
         data = self._source.read(min(num_bytes, self._num_left))
@@ -62,18 +66,12 @@ class TarMember:
 def tar_members(
     stream: Readable, *, start: int = 0, stop: int | None = None, buffer_bytes: int = BUFFER_BYTES
 ) -> Iterator[tuple[tarfile.TarInfo, TarMember]]:
-    """Yield the header and a reader of each member of a tar, in order.
+    """Yield the header and a reader of each member of a tar that is positioned at `start`, in order, up to `stop`.
 
-    A member can only be read before the next one is requested. The valid attributes of a header are `name` (always
-    encodable as UTF-8), `type`, `size`, `offset` (where the member's first header begins, which is an extended one if
-    it has any), `offset_data`, `pax_headers` (the fields of global headers so far), and `sparse` (not None for a sparse
-    file, whose stored bytes are not the file's content).
-
-    Args:
-        stream: the archive, positioned at `start`. If it can seek, large members that are not read are skipped.
-        start: byte at which the first header to read begins.
-        stop: byte at which to end without looking for an end mark: where a later header begins. None: the end.
-        buffer_bytes: number of bytes to read at a time.
+    A member can only be read before the next one is requested. `stop` is where a later header begins: there reading ends
+    without an end mark. The valid attributes of a header are `name` (always encodable as UTF-8), `type`, `size`, `offset`
+    (where the member's first header begins), `offset_data`, `pax_headers` (the fields of global headers so far), and `sparse`
+    (not None for a sparse file, whose stored bytes are not the file's content).
 
     Raises:
         tarfile.TarError: where the archive is truncated or corrupt, after all members before that place were yielded.
@@ -179,6 +177,17 @@ def _number(digits: str, position: int) -> int:
     if not (digits.isascii() and digits.isdigit() and len(digits) <= _MAX_DIGITS):
         raise tarfile.ReadError(f"{digits[:_MAX_DIGITS]!r} in the pax header at byte {position} is not a number")
     return int(digits)
+
+
+def member_end(info: tarfile.TarInfo) -> int:
+    """Return the position in the tar at which a member's data end, including padding."""
+    return info.offset_data + _whole_blocks(info.size)
+
+
+def num_bytes_behind(end: int, num_bytes: int) -> int:
+    """Return how many bytes of a tar lie behind the end of a member; 0 if not even a block does, so that it ends early."""
+    num_left = (num_bytes or 0) - end  # Some filesystems do not report sizes.
+    return num_left if num_left >= _BLOCK_BYTES else 0
 
 
 def _whole_blocks(num_bytes: int) -> int:

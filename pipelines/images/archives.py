@@ -27,19 +27,17 @@ from pyarrow import fs
 
 from pipelines.archives import ArchiveFormat, list_source, resolve_source
 from pipelines.images.captions import CaptionFile
-from pipelines.lines import MAGIC_BYTES, compression_of, decode
+from pipelines.lines import MAGIC_BYTES, compression_of, decode, lines_of
 from pipelines.object_store import open_for_reading
-from pipelines.problems import Problem
+from pipelines.problems import Problem, TruncatedArchive
 from pipelines.storage import relative
-from pipelines.tars import TarMember, tar_members
+from pipelines.tars import TarMember, member_end, num_bytes_behind, tar_members
 
 MAX_IMAGE_BYTES = 2**26
 """Maximum size of an image file in bytes; a reader holds several files at its peak, and one decoded image."""
 MAX_CAPTION_BYTES = 2**22
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
-
-TAR_BLOCK_BYTES = 512
 
 KeyDot = Literal["first", "last"]
 """Dot of a member's base name at which the key of its sample ends: webdataset's is the first."""
@@ -105,11 +103,9 @@ class ImageSample:
     key: str
     """Name of the members up to the dot, or the image's path in the JSON file if captions come from one."""
     member: str
-    """Name of the image in the tar, or its path relative to the directory."""
     offset: int
     """Position of the image's first byte in the tar, or 0 for an image in a file of its own."""
     data: bytes
-    """Encoded bytes of the image file."""
     captions: tuple[str, ...]
     """Captions of the image, none of them empty."""
 
@@ -119,21 +115,14 @@ class LeftOut:
     """Member or file that belongs to no sample but is no problem either; such members are counted."""
 
     kind: str
-    """Suffix of the name, or the reason why it is left out."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TruncatedArchive(Problem):
-    """Problem of a tar that cannot be read further."""
-
-    num_bytes_read: int
-    """Position in the tar at which the last member with a readable header ends, or should end."""
 
 
 Item = ImageSample | Problem | LeftOut
 
 _NOT_NAMED = LeftOut(kind="images that the captions do not name")
-_SEVERAL_LINES = LeftOut(kind="line breaks in a caption (a .txt is one caption, a list in the .json is several)")
+_SEVERAL_LINES = LeftOut(
+    kind="line breaks in a caption (lines are captions if the caption of the .json is one of them)"
+)
 
 
 def list_image_archives(uri: str) -> list[ImageArchive]:
@@ -142,15 +131,7 @@ def list_image_archives(uri: str) -> list[ImageArchive]:
 
 
 def list_image_source(uri: str) -> tuple[list[ImageArchive], list[str]]:
-    """List the tars at a URI in order of path, followed by its image files in groups, also in order of path.
-
-    Returns:
-        The archives, and the names of the files that are not read (see `pipelines.archives.list_source`).
-
-    Raises:
-        FileNotFoundError: if the path does not exist or is a directory with neither tars nor images.
-        ValueError: if the path is a file with an unknown suffix.
-    """
+    """List the tars at a URI in order of path, then its image files in groups; return them and the names not read."""
     listing = list_source(uri, _SUFFIXES)
     filesystem, root = resolve_source(uri)
     is_directory = filesystem.get_file_info(root).type == fs.FileType.Directory
@@ -174,15 +155,9 @@ def read_samples(
     """Stream the samples of one archive in stored order, with the problems and what is left out.
 
     Without a caption file, a sample is an image and a `.txt` or a `.json` with a field "captions" or "caption", stored
-    under one key. If the field is a list, its entries are the captions of the image; otherwise the `.txt`, which is one
-    caption, is preferred to the field. With a caption file, samples are the images that it names, and any other image
-    is left out.
-
-    Args:
-        uri: the URI that `archive` was listed from.
-        archive: one of `list_image_archives(uri)`.
-        captions: captions by image path; required if the archive is a group of image files.
-        key_dot: dot at which a key ends.
+    under one key. If the field is a list, its entries are the captions of the image; otherwise the `.txt` is preferred to
+    the field. It is one caption, as img2dataset writes it, unless the field says that its lines are: by being one of them.
+    With a caption file, which groups of image files need, samples are the images that it names; any other is left out.
 
     Raises:
         OSError: if the archive cannot be opened or the filesystem fails.
@@ -203,9 +178,9 @@ def read_samples(
             return
         stream.seek(0)
         if captions is not None:
-            yield from _read_named_images(tar_members(stream), name, captions)
+            yield from _read_named_images(tar_members(stream), name, captions, archive.num_bytes)
         else:
-            yield from _TarReader(name, key_dot).read(tar_members(stream))
+            yield from _TarReader(name, key_dot, archive.num_bytes).read(tar_members(stream))
 
 
 # ---- WebDataset ------------------------------------------------------------------------------------------------------
@@ -216,13 +191,9 @@ class _Part:
     """One member of a sample."""
 
     member: str
-    """Name of the member."""
     offset: int
-    """Position of its first byte in the tar."""
     data: bytes
-    """Its bytes; empty if there is a problem."""
     problem: Problem | None
-    """Why the bytes could not be read, or None."""
 
 
 Members = Iterator[tuple[tarfile.TarInfo, TarMember]]
@@ -231,11 +202,11 @@ Members = Iterator[tuple[tarfile.TarInfo, TarMember]]
 class _TarReader:
     """Reads the samples of one tar, and keeps what is only known to be wrong at its end."""
 
-    def __init__(self, name: str, key_dot: KeyDot) -> None:
+    def __init__(self, name: str, key_dot: KeyDot, num_bytes: int) -> None:
         # Imported here because it also imports torch, and only tars of samples need it.
         from webdataset.tariterators import base_plus_ext, group_by_keys
 
-        self._name = name
+        self._name, self._num_bytes = name, num_bytes
         self._key_dot = key_dot
         self._split: Callable[[str], tuple[str | None, str | None]] = (
             base_plus_ext if key_dot == "first" else _split_at_last_dot
@@ -273,7 +244,7 @@ class _TarReader:
         end = 0
         try:
             for info, member in members:
-                end = _member_end(info)
+                end = member_end(info)
                 if info.isdir():
                     continue
                 name = make_printable(info.name)
@@ -286,7 +257,7 @@ class _TarReader:
                 self._last_key = key
                 yield {"fname": name, "data": _read_part(info, member, self._name), "__url__": self._name}
         except tarfile.TarError as error:
-            self._truncated = _report_truncated(self._name, error, end)
+            self._truncated = _report_truncated(self._name, error, end, self._num_bytes)
 
     def _repeated(self, error: Exception) -> bool:
         """Handle a second member of the same name in a sample, which webdataset reports so; the first one stays."""
@@ -365,8 +336,11 @@ def _read_captions(parts: dict[str, _Part], where: str) -> tuple[list[str], list
     """
     record, record_problem = _caption_in_json(parts["json"], where) if "json" in parts else (None, None)
     text, text_problem = _caption_in_txt(parts["txt"], where) if "txt" in parts else (None, None)
+    lines: list[object] = [line.strip() for line in lines_of(text or "") if line.strip()]
     if isinstance(record, list):
         texts = record
+    elif isinstance(record, str) and len(lines) > 1 and record.strip() in lines:
+        texts = lines
     elif text is not None or record is not None:
         texts = [record if text is None else text]
     else:
@@ -434,16 +408,7 @@ def _check_caption(text: object, where: str) -> str | Problem:
 
 
 def _read_part(info: tarfile.TarInfo, member: TarMember, name: str) -> _Part:
-    """Read a member's bytes, or explain in `problem` why they cannot be used.
-
-    Args:
-        info: header of the member.
-        member: reader of the member's bytes.
-        name: name of the tar, for messages.
-
-    Raises:
-        tarfile.TarError: if the archive ends before the member does.
-    """
+    """Read a member's bytes, or explain in `problem` why they cannot be used; `name` is that of the tar, for messages."""
     member_name = make_printable(info.name)
     where = f"{name}/{member_name}"
     limit = MAX_CAPTION_BYTES if member_name.lower().endswith(("txt", "json")) else MAX_IMAGE_BYTES
@@ -463,11 +428,11 @@ def _read_part(info: tarfile.TarInfo, member: TarMember, name: str) -> _Part:
 # ---- captions in a json ----------------------------------------------------------------------------------------------
 
 
-def _read_named_images(members: Members, name: str, captions: CaptionFile) -> Iterator[Item]:
+def _read_named_images(members: Members, name: str, captions: CaptionFile, num_bytes: int) -> Iterator[Item]:
     end = 0
     try:
         for info, member in members:
-            end = _member_end(info)
+            end = member_end(info)
             if info.isdir():
                 continue
             member_name = make_printable(info.name)
@@ -480,7 +445,7 @@ def _read_named_images(members: Members, name: str, captions: CaptionFile) -> It
                 part = _read_part(info, member, name)
                 yield from _named_image(key, part, captions, f"{name}/{part.member}")
     except tarfile.TarError as error:
-        yield _report_truncated(name, error, end)
+        yield _report_truncated(name, error, end, num_bytes)
 
 
 def _read_files(filesystem: fs.FileSystem, archive: ImageArchive, captions: CaptionFile) -> Iterator[Item]:
@@ -517,19 +482,14 @@ def make_printable(name: str) -> str:
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
-def _member_end(info: tarfile.TarInfo) -> int:
-    """Return the position in the tar at which a member's data end, including padding."""
-    return info.offset_data + -(-info.size // TAR_BLOCK_BYTES) * TAR_BLOCK_BYTES
-
-
 def _report_oversized(where: str, limit: int) -> Problem:
     return Problem(kind=SampleProblemKind.OVERSIZED_MEMBER, where=where, detail=f"longer than {limit} bytes")
 
 
-def _report_truncated(name: str, error: tarfile.TarError, num_bytes_read: int) -> TruncatedArchive:
+def _report_truncated(name: str, error: tarfile.TarError, end: int, num_bytes: int) -> TruncatedArchive:
     return TruncatedArchive(
         kind=SampleProblemKind.TRUNCATED_ARCHIVE,
         where=name,
         detail=f"corrupt tar: {error}",
-        num_bytes_read=num_bytes_read,
+        num_bytes_unread=num_bytes_behind(end, num_bytes),
     )

@@ -28,9 +28,6 @@ class CaptionEncoder:
     """Tokenizer with output of a fixed length t.
 
     A longer caption is truncated but keeps its special tokens; a shorter one is padded, and the padding is masked.
-
-    Raises:
-        ValueError: if t leaves no room for a token of the caption beside the special tokens.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -81,15 +78,11 @@ class CaptionNoise:
     word "random", with equal probability; in a caption of a single word, it is always replaced. The selection and the
     change depend on (seed, pair id) only, so they are the same in every epoch, and a caption that is selected at p is
     also selected at any larger p.
-
-    Raises:
-        ValueError: if p is outside [0, 1].
     """
 
     share: float = 0.0
     """Probability p that a caption receives noise, in [0, 1]."""
     seed: int = 0
-    """Seed of the noise."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.share <= 1.0:
@@ -126,12 +119,9 @@ class CaptionFile:
     def load(cls, uri: str, splits: Sequence[str] = ()) -> CaptionFile:
         """Read a JSON file in one of two forms.
 
-        * Karpathy's form: `{"images": [{"filename", "filepath"?, "split", "sentences": [{"raw"}]}]}`.
+        * Karpathy's form: `{"images": [{"filename", "filepath"?, "split", "sentences": [{"raw"}]}]}`; `splits` selects from
+        it.
         * A list of `{"image": path, "caption": string or list of strings}`; an image may occur several times.
-
-        Args:
-            uri: path or URI of the JSON file.
-            splits: splits of Karpathy's form to read, such as "train"; if empty, all images are read.
 
         A record without a path or captions, and a caption that is no text, cost themselves (`invalid`).
 

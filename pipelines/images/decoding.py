@@ -152,13 +152,7 @@ def estimate_decoding_bytes(image: Image.Image) -> int:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Decode an image, convert it to RGB and turn it upright.
-
-    The image that is passed in must not be used afterwards, because its memory is released.
-
-    Raises:
-        ImageError: if the data are truncated or corrupt.
-    """
+    """Decode an image, convert it to RGB and turn it upright; the image passed in is released."""
     _load(image)
     turn = _TRANSPOSITIONS.get(_read_orientation(image))
     try:
@@ -169,13 +163,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def upright_size(image: Image.Image) -> tuple[int, int]:
-    """Return the (width, height) of the image that `to_rgb` will return.
-
-    The header of a JPEG is sufficient for this; any other image is decoded.
-
-    Raises:
-        ImageError: if the data are truncated or corrupt.
-    """
+    """Return the (width, height) of the image that `to_rgb` will return; only the header of a JPEG is read."""
     if image.format not in ("JPEG", "MPO"):
         _load(image)
     width, height = image.size
@@ -183,12 +171,9 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def check_image(data: bytes, max_pixels: int = MAX_PIXELS) -> None:
-    """Check that an image can be decoded, as cheaply as possible.
+    """Raise ImageError if an image cannot be decoded, as cheaply as possible.
 
     A JPEG is decoded at an eighth of its size, which still reads all of its data and so finds every error.
-
-    Raises:
-        ImageError: if the image cannot be used, for the reasons given at `open_image` and `to_rgb`.
     """
     image = open_image(data, max_pixels)
     shrink_on_load(image, (1, 1))
@@ -196,14 +181,7 @@ def check_image(data: bytes, max_pixels: int = MAX_PIXELS) -> None:
 
 
 def shrink_on_load(image: Image.Image, size: tuple[int, int]) -> None:
-    """Set a JPEG to be decoded at ½, ¼ or ⅛ of its size, as small as possible but no smaller than `size`.
-
-    This has no effect on other formats or on an image that is already decoded.
-
-    Args:
-        image: the opened image.
-        size: minimum (width, height) of the upright image.
-    """
+    """Set a JPEG to be decoded at ½, ¼ or ⅛ of its size, no smaller than the upright (width, height) `size`."""
     width, height = size
     # The first argument None keeps the mode.
     image.draft(None, (height, width) if _read_header_orientation(image) >= _FIRST_SWAPPING else size)

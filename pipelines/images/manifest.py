@@ -60,13 +60,13 @@ class ImageShard:
     digest: str
     """blake2b hash of keys, captions and image bytes."""
     problems: dict[str, int]
-    """Number of lost samples by kind of problem."""
     left_out: dict[str, int]
     """Number of members and files that belong to no sample and are no problem, by suffix or other kind."""
     examples: list[str]
-    """Descriptions of the first few problems."""
     dropped: list[int]
     """Numbers, as in the index file, of the images that are ignored because their key occurred before."""
+    num_bytes_unread: int | None = None
+    """Number of bytes behind the place where it could not be read further (`pipelines.problems.TruncatedArchive`)."""
     key_prefix: str = ""
     """What the keys of the data set begin with, beside those of the index file, as earlier archives have some of them too."""
 
@@ -86,11 +86,8 @@ class CaptionReading:
     """Problems with the JSON file that the captions come from."""
 
     path: str
-    """Path or URI of the JSON file."""
     problems: dict[str, int]
-    """Number of lost images by kind of problem."""
     examples: list[str]
-    """Descriptions of the first few problems."""
 
     @property
     def num_records(self) -> int:
@@ -103,17 +100,14 @@ class ImageManifest:
     """Description of a prepared data set; use :meth:`load` to read it."""
 
     directory: str
-    """URI of the prepared directory, which index files are relative to."""
     source: str
     """URI that the data set was prepared from; images are still read from there."""
     max_pixels: int
     """Maximum number of pixels of an image; larger images were rejected."""
     shards: list[ImageShard]
-    """One shard per archive, in order of path."""
     captions: CaptionReading | None
     """Problems with the caption file, or None if captions are stored with the images."""
     version: int = FORMAT_VERSION
-    """Version of the manifest format."""
     not_read: list[str] = field(default_factory=list, compare=False)
     """Names of the files of the source that were not read when the data were last asked for; they are not stored."""
 
@@ -179,12 +173,7 @@ class ImageManifest:
 
     @classmethod
     def load(cls, directory: str) -> ImageManifest:
-        """Read the manifest of a prepared directory.
-
-        Raises:
-            FileNotFoundError: if the directory has no manifest.
-            ValueError: if the manifest was written by another version, or describes text.
-        """
+        """Read a manifest; FileNotFoundError if there is none, ValueError if of another version, or of text."""
         content = read_manifest(directory, noun="images", field="shards", version=FORMAT_VERSION)
         return cls(
             directory=directory,
@@ -201,15 +190,7 @@ def index_name(number: int) -> str:
 
 
 def read_index(manifest: ImageManifest, number: int) -> pa.Table:
-    """Read the index of one shard: one row per pair, with image numbers and keys that are unique in the whole data set.
-
-    Args:
-        manifest: the manifest of the data set.
-        number: number of the shard in the manifest.
-
-    Raises:
-        OSError: if the file does not have the number of pairs that the manifest states.
-    """
+    """Read the index of a shard: one row per pair, with image numbers and keys that are unique in the whole data set."""
     shard = manifest.shards[number]
     table = open_index(manifest.directory, shard.file)
     images = table.column("image").to_numpy()

@@ -24,7 +24,7 @@ from pipelines.images.captions import CaptionEncoder, CaptionNoise
 from pipelines.images.decoding import ImageError
 from pipelines.images.manifest import INDEX_SCHEMA, ImageManifest, read_index
 from pipelines.images.views import AugmentationConfig, evaluation_view, training_view
-from pipelines.ranges import ByteRange, range_reader
+from pipelines.ranges import ByteRange, gather_rows, range_reader
 
 Batch = dict[str, np.ndarray]
 Digest = TypeVar("Digest", int, np.ndarray)
@@ -39,15 +39,10 @@ class PairSource:
     """Source of image–text pairs for a `RankStream`.
 
     It can be pickled; files are opened only in the process that reads from them.
-
-    Raises:
-        ValueError: if a field is outside its range.
     """
 
     manifest: ImageManifest
-    """Prepared data set to read from."""
     tokenizer: PreTrainedTokenizerFast
-    """Tokenizer of the captions."""
     image_size: int
     """Side S of the square views, in pixels."""
     num_text_tokens: int = 30
@@ -87,12 +82,7 @@ class PairSource:
     # ---- training ----
 
     def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
-        """Return the training arrays of n pairs.
-
-        Args:
-            shards, rows: (n,) location of each pair: the shard's number in the manifest, and the row in the shard's
-                index.
-            epoch: epoch that random views of the images belong to.
+        """Return the training arrays of n pairs, given their shards and rows in the shards' indexes, each (n,).
 
         Returns:
             `images` (n, S, S, 3) uint8; `input_ids`, `attention_mask` (n, t) int64; `ids`, `image_ids` (n,) int64,
@@ -147,12 +137,7 @@ class PairSource:
     # ---- evaluation ----
 
     def read_images(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the images with these numbers (0 … M−1), resized and centre-cropped: (n, S, S, 3) uint8.
-
-        Raises:
-            IndexError: if there is no image with one of the numbers.
-            OSError: if an archive has changed since the data set was prepared.
-        """
+        """Return the images with these numbers (0 … M−1), resized and centre-cropped: (n, S, S, 3) uint8."""
         numbers = np.asarray(numbers, dtype=np.int64)
         shards = find_shards(numbers, self.manifest.first_images, "image")
         rows = np.empty_like(numbers)
@@ -188,33 +173,20 @@ class PairSource:
         return float(self.encoder.are_cut(texts).mean()) if texts else 0.0
 
     def locate(self, ids: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (shards, rows), each (n,), of the pairs with these ids (0 … N−1), in the form that `read` takes.
-
-        Raises:
-            IndexError: if there is no pair with one of the ids.
-        """
+        """Return (shards, rows), each (n,), of the pairs with these ids (0 … N−1), in the form that `read` takes."""
         return locate_pairs(self.manifest, ids)
 
     # ---- reading ----
 
     def _entries(self, shards: np.ndarray, rows: np.ndarray) -> dict[str, pa.ChunkedArray]:
         """Return the index columns of n pairs, given their shards and rows, each (n,), in the same order."""
-        tables, order = [], []
-        for shard in np.unique(shards):
-            chosen = np.flatnonzero(shards == shard)
-            tables.append(self._index(int(shard)).take(pa.array(rows[chosen], pa.int64())))
-            order.append(chosen)
-        table = pa.concat_tables(tables) if tables else INDEX_SCHEMA.empty_table()
-        if len(tables) > 1:
-            table = table.take(pa.array(np.argsort(np.concatenate(order))))
+        table = INDEX_SCHEMA.empty_table()
+        if len(shards):
+            table = gather_rows(shards, rows, lambda s, r: self._index(s).take(pa.array(r, pa.int64())))
         return dict(zip(table.column_names, table.columns, strict=True))
 
     def _image_files(self, shards: np.ndarray, entries: dict[str, pa.ChunkedArray]) -> Iterator[bytes]:
-        """Yield the stored bytes of the image of each index entry.
-
-        Raises:
-            OSError: if a checksum shows that the bytes have changed since the data set was prepared.
-        """
+        """Yield the stored bytes of the image of each index entry."""
         ranges = []
         columns = (entries[name].to_pylist() for name in ("member", "offset", "size"))
         for shard, member, offset, size in zip(shards, *columns, strict=True):
@@ -241,15 +213,9 @@ class PairSource:
 
 
 def find_shards(numbers: np.ndarray, firsts: np.ndarray, noun: str) -> np.ndarray:
-    """Return the shard that each number lies in.
+    """Return the shard that each of n numbers of pairs or images (`noun`) lies in.
 
-    Args:
-        numbers: (n,) numbers of pairs or images.
-        firsts: (shards + 1,) first number of every shard, followed by the total.
-        noun: word for what is numbered, for the error message.
-
-    Raises:
-        IndexError: if a number lies in no shard.
+    `firsts` (shards + 1,) has the first number of every shard and the total; a number beyond it raises IndexError.
     """
     beyond = numbers[(numbers < 0) | (numbers >= firsts[-1])]
     if len(beyond):

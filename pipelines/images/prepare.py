@@ -13,7 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,11 @@ import pyarrow as pa
 
 from pipelines.archives import describe_not_read, resolve_source
 from pipelines.images.archives import (
-    TAR_BLOCK_BYTES,
     ImageArchive,
     ImageSample,
     KeyDot,
     LeftOut,
     SampleProblemKind,
-    TruncatedArchive,
     list_image_source,
     read_samples,
 )
@@ -44,11 +42,11 @@ from pipelines.images.manifest import (
 )
 from pipelines.object_store import unchanged
 from pipelines.prepare import directory_name, prepare
-from pipelines.problems import LostRecords, Problem, describe_counts, lost_name
+from pipelines.problems import LostRecords, Problem, describe_counts, estimate_unread, lost_name, note
 from pipelines.storage import relative, resolve
 
 # What counts as a sample, and how its key is made; prepared data are made anew under another version.
-_READING_VERSION = 4
+_READING_VERSION = 5
 
 OTHER_KINDS = "other"
 """Kind under which the remaining left-out members are counted, once there are too many kinds."""
@@ -60,11 +58,7 @@ _NUM_KINDS_LEFT_OUT = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareImagesConfig:
-    """Which image–text data to prepare, and how.
-
-    Raises:
-        ValueError: if a field is outside its range, or `splits` is given without `captions`.
-    """
+    """Which image–text data to prepare, and how."""
 
     source: str
     """WebDataset tar as img2dataset writes it, directory of such tars, directory of images, or pattern (`{0..3}`, `*`);
@@ -102,16 +96,7 @@ def prepare_images(
 ) -> ImageManifest:
     """Prepare `config.source` in a subdirectory of `root`, or load it if it is already prepared.
 
-    Args:
-        config: which data to prepare, and how.
-        root: path or URI of the directory of all prepared data.
-        max_bad_share_field, losses, resources: see `pipelines.prepare.prepare`.
-
-    Raises:
-        FileNotFoundError: if the source or the captions do not exist, or the source holds neither a tar nor an image.
-        ValueError: if the captions are not understood, or are needed but not given.
-        TooManyProblemsError: if too many samples are unreadable; the message names the share, the kinds of problems
-            and the archives.
+    The other arguments are those of `pipelines.prepare.prepare`, with its errors and those of :func:`check_source`.
     """
     archives, not_read, captions = _list(config)
     directory = f"{root}/{_name_content(config, archives, captions)}"
@@ -165,11 +150,8 @@ class IndexTask:
     """Indexing of the archives of a source (see `pipelines.prepare.Task`)."""
 
     config: PrepareImagesConfig
-    """Which data to prepare, and how."""
     archives: Sequence[ImageArchive]
-    """The archives of the source, in order."""
     directory: str
-    """Path or URI of the prepared directory."""
 
     @property
     def unit_names(self) -> list[str]:
@@ -179,16 +161,11 @@ class IndexTask:
     def run(self, number: int) -> dict[str, Any]:
         """Read one archive, decode each of its images once, and write an index of the usable pairs.
 
-        Returns:
-            A JSON object with the fields of the archive's ImageShard and two more: `lost`, the keys of its unusable
-            images, and `num_bytes_read`, how many bytes of a truncated or corrupt tar could be read (None for any other
-            archive).
-
-        Raises:
-            OSError: if the archive cannot be read, or is written again meanwhile.
+        Returns the fields of the archive's ImageShard and `lost`, the keys of its unusable images.
         """
         archive, file = self.archives[number], index_name(number)
-        findings = _Findings()
+        left_out: Counter[str] = Counter()
+        unusable: list[str] = []
         columns: dict[str, list[Any]] = {name: [] for name in INDEX_SCHEMA.names}
         num_images = 0
         digest = hashlib.blake2b(digest_size=8)
@@ -196,7 +173,7 @@ class IndexTask:
         # An image in a file of its own is read at once.
         same = nullcontext() if archive.files else unchanged(filesystem, archive.path)
         with same, LostRecords(lost_name(f"{self.directory}/{file}")) as lost:
-            for sample in self._usable(archive, findings, lost):
+            for sample in self._usable(archive, lost, left_out, unusable):
                 checksum = zlib.crc32(sample.data)
                 for caption in sample.captions:
                     row = (sample.key, num_images, caption, sample.offset, len(sample.data), sample.member, checksum)
@@ -217,17 +194,20 @@ class IndexTask:
             num_pairs=table.num_rows,
             num_images=num_images,
             digest=digest.hexdigest(),
-            problems=dict(findings.problems),
-            examples=findings.examples,
-            left_out=dict(findings.left_out),
+            problems=dict(lost.problems),
+            examples=lost.examples,
+            left_out=dict(left_out),
             dropped=[],
+            num_bytes_unread=lost.num_bytes_unread,
         )
-        return asdict(shard) | {"lost": findings.lost, "num_bytes_read": findings.num_bytes_read}
+        return asdict(shard) | {"lost": unusable}
 
-    def _usable(self, archive: ImageArchive, findings: _Findings, lost: LostRecords) -> Iterator[ImageSample]:
-        """Yield the samples whose images can be decoded, and note everything else in `findings` and `lost`.
+    def _usable(
+        self, archive: ImageArchive, lost: LostRecords, left_out: Counter[str], unusable: list[str]
+    ) -> Iterator[ImageSample]:
+        """Yield the samples whose images can be decoded; of several images of a tar with one key the first one stays.
 
-        Of several images of a tar with one key the first one stays.
+        Everything else is counted in `lost` and `left_out`, and the keys of images that cannot be used in `unusable`.
         """
         config = self.config
         # The worker reads the caption file itself; `load` caches it, so that each process reads it only once.
@@ -236,43 +216,44 @@ class IndexTask:
         keys: set[str] = set()
         for item in read_samples(config.source, archive, captions, key_dot=config.key_dot):
             if isinstance(item, LeftOut):
-                findings.leave_out(item.kind)
+                is_counted = item.kind in left_out or len(left_out) < _NUM_KINDS_LEFT_OUT
+                left_out[item.kind if is_counted else OTHER_KINDS] += 1
                 continue
             if isinstance(item, Problem):
-                lost.add(archive.path, item, findings.problems, findings.examples)
-                if isinstance(item, TruncatedArchive):
-                    findings.num_bytes_read = item.num_bytes_read
+                lost.add(archive.path, item)
                 continue
             where = item.member if archive.files else f"{name}/{item.member}"
             try:
                 check_image(item.data, config.max_pixels)
             except ImageError as error:
-                problem = Problem(kind=error.kind, where=where, detail=str(error))
-                findings.lost.append(item.key)
+                lost.add(archive.path, Problem(kind=error.kind, where=where, detail=str(error)))
+                unusable.append(item.key)
+                continue
+            if item.key in keys:
+                lost.add(archive.path, _report_duplicate(where, "in this archive"))
             else:
-                if item.key not in keys:
-                    keys.add(item.key)
-                    yield item
-                    continue
-                problem = _report_duplicate(where, "in this archive")
-            lost.add(archive.path, problem, findings.problems, findings.examples)
+                keys.add(item.key)
+                yield item
 
     def finish(self, records: Sequence[dict[str, Any]]) -> ImageManifest:
         """Combine the indexes of all archives into a manifest.
 
         The number of samples after the place where a tar becomes unreadable is estimated. With a caption file no estimate
-        is needed, because the file names every image: one that no archive holds is a problem, and if several archives hold
-        an image, the first one stays. Without one, two archives may have the same keys, as outputs of img2dataset do; those
-        of the second one get the archive's name before them.
+        is needed, because it names every image: one that no archive holds is a problem, and if several hold an image, the
+        first one stays. Without one, two archives may have the same keys; those of the second one get the archive's name
+        before them.
         """
         config = self.config
         captions = CaptionFile.load(config.captions, config.splits) if config.captions else None
-        fields = set(ImageShard.__dataclass_fields__)
-        shards = [ImageShard(**{name: value for name, value in record.items() if name in fields}) for record in records]
+        shards = [ImageShard(**{name: value for name, value in record.items() if name != "lost"}) for record in records]
         reading = None
         with LostRecords(lost_name(f"{self.directory}/{ASSEMBLY}")) as lost:
             if captions is None:
-                shards = _add_unread(shards, [record["num_bytes_read"] for record in records], lost)
+                estimates = estimate_unread(shards, SampleProblemKind.UNREAD_SAMPLE, "sample")
+                shards = [
+                    _with_problems(shard, [problem] if problem else [], lost)
+                    for shard, problem in zip(shards, estimates, strict=True)
+                ]
             images = [_list_images(open_index(self.directory, shard.file)) for shard in shards]
             repeated, distinct = _find_repeated([table.column("key") for table in images])
             root = resolve_source(config.source)[1]
@@ -294,27 +275,6 @@ class IndexTask:
         )
 
 
-@dataclass(slots=True)
-class _Findings:
-    """What was found in an archive beside its usable images."""
-
-    problems: Counter[str] = field(default_factory=Counter)
-    """Kind of problem → how often it occurred."""
-    examples: list[str] = field(default_factory=list)
-    """Messages of the first problems."""
-    left_out: Counter[str] = field(default_factory=Counter)
-    """Kind of member that belongs to no sample → how often it occurred."""
-    lost: list[str] = field(default_factory=list)
-    """Keys of the images that cannot be used."""
-    num_bytes_read: int | None = None
-    """How many bytes of a truncated or corrupt tar could be read; None for any other archive."""
-
-    def leave_out(self, kind: str) -> None:
-        """Count a member that is left out by kind, or as `OTHER_KINDS` if too many kinds have occurred before."""
-        is_counted = kind in self.left_out or len(self.left_out) < _NUM_KINDS_LEFT_OUT
-        self.left_out[kind if is_counted else OTHER_KINDS] += 1
-
-
 def _report_duplicate(where: str, place: str) -> Problem:
     detail = f"the key has occurred before {place}; the first one stays"
     return Problem(kind=SampleProblemKind.DUPLICATED_KEY, where=where, detail=detail)
@@ -323,53 +283,12 @@ def _report_duplicate(where: str, place: str) -> Problem:
 # ---- all archives ----------------------------------------------------------------------------------------------------
 
 
-def _add_unread(
-    shards: Sequence[ImageShard], num_bytes_read: Sequence[int | None], lost: LostRecords
-) -> list[ImageShard]:
-    """Add to each unreadable shard an estimate, from bytes, of the number of samples that could not be reached.
-
-    If a tar is corrupt before its end, the number of remaining bytes is known. If it ends early, the missing bytes
-    are estimated as the difference to the median size of the intact tars. If there are no intact tars, as many bytes
-    are assumed to be missing as were read, which is what a cut at a random place costs on average. At least one sample
-    is missing.
-
-    Args:
-        shards: the shards in order.
-        num_bytes_read: for each shard, how many bytes of a truncated or corrupt tar could be read, else None.
-        lost: file of lost records that receives the estimates.
-    """
-    intact = [
-        shard
-        for shard, read in zip(shards, num_bytes_read, strict=True)
-        if read is None and shard.num_images and shard.num_bytes
-    ]
-    median = float(np.median([shard.num_bytes for shard in intact])) if intact else 0.0
-    images_per_byte = sum(shard.num_images for shard in intact) / median / len(intact) if intact else 0.0
-    estimated = []
-    for shard, read in zip(shards, num_bytes_read, strict=True):
-        if read is None:
-            estimated.append(shard)
-            continue
-        num_bytes = shard.num_bytes or 0  # Some filesystems do not report sizes.
-        if read + TAR_BLOCK_BYTES <= num_bytes:
-            missing, basis = num_bytes - read, f"the tar's {num_bytes} bytes"
-        elif intact:
-            missing, basis = max(0, round(median) - read), f"the {median:.0f} bytes of a whole tar"
-        else:
-            missing, basis = read, "nothing, as its whole size is unknown: as many as could be read"
-        number = max(1, round(missing * (shard.num_images / read if shard.num_images else images_per_byte)))
-        detail = f"about {number} samples, estimated from {basis}"
-        name = shard.archive.rsplit("/", 1)[-1]
-        problem = Problem(kind=SampleProblemKind.UNREAD_SAMPLE, where=name, detail=detail, count=number)
-        estimated.append(_with_problems(shard, [problem], lost))
-    return estimated
-
-
 def _with_problems(shard: ImageShard, problems: Sequence[Problem], lost: LostRecords) -> ImageShard:
     """Return the shard with further problems."""
     counts, examples = Counter(shard.problems), list(shard.examples)
     for problem in problems:
-        lost.add(shard.archive, problem, counts, examples)
+        lost.add(shard.archive, problem)
+        note(problem, counts, examples)
     return replace(shard, problems=dict(counts), examples=examples)
 
 
@@ -412,10 +331,10 @@ def _count_absent(captions: CaptionFile, uri: str, present: set[str], lost: Lost
         for name in captions.captions
         if name not in present
     ]
-    problems: Counter[str] = Counter()
-    examples: list[str] = []
+    problems, examples = Counter[str](), list[str]()
     for problem in found:
-        lost.add(uri, problem, problems, examples)
+        lost.add(uri, problem)
+        note(problem, problems, examples)
     return CaptionReading(path=uri, problems=dict(problems), examples=examples)
 
 

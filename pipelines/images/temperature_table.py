@@ -58,14 +58,7 @@ def table_schema(embedding_size: int | None = None) -> pa.Schema:
 
 
 def read_temperatures(directory: str, manifest: ImageManifest) -> np.ndarray:
-    """Read the temperatures of all pairs of a data set, matched by key and caption.
-
-    Args:
-        directory: path or pyarrow URI of the table. Its rows of pairs that are not in the data set are ignored.
-        manifest: the data set.
-
-    Returns:
-        (2, N) float32: τ of every image and τ of every text, in the order of pair ids.
+    """Return the temperatures of all pairs, matched by key and caption: (2, N) float32, τ of images and of texts.
 
     Raises:
         FileNotFoundError: if there is no table.
@@ -88,12 +81,7 @@ def read_temperatures(directory: str, manifest: ImageManifest) -> np.ndarray:
 
 
 def read_table(directory: str, columns: list[str]) -> pa.Table:
-    """Read some columns of all parts of a table, in order.
-
-    Raises:
-        FileNotFoundError: if there is no table.
-        ValueError: if the table lacks one of the columns.
-    """
+    """Read columns of all parts of a table; FileNotFoundError if there is none, ValueError if it lacks one of them."""
     filesystem, root = resolve(directory)
     files = (
         filesystem.get_file_info(FileSelector(root)) if filesystem.get_file_info(root).type != FileType.NotFound else []
@@ -125,11 +113,6 @@ def read_numbers(uri: str, archives: Sequence[ImageArchive], field: str) -> Iter
     Samples without one are left out, and so is what follows the place where a tar is damaged. As archives may have the same
     keys, those of every archive but the first are yielded with the archive's name before them
     (`pipelines.images.manifest.ImageShard.key_prefix`), and without it where no archive before has them.
-
-    Args:
-        uri: the URI that `archives` were listed from.
-        archives: tars of WebDataset samples; groups of image files have no JSON files.
-        field: name of the field.
 
     Raises:
         ValueError: at the end, if no sample has a number in this field; the message names fields of a sample that have one.

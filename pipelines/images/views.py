@@ -25,11 +25,7 @@ MAX_MAGNITUDE = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AugmentationConfig:
-    """Distribution of the random training views.
-
-    Raises:
-        ValueError: if a field is outside its range.
-    """
+    """Distribution of the random training views."""
 
     min_scale: float = 0.5
     """Smallest share of the image's area that a crop covers; 1, with max_scale = 1 and equal ratios: no cropping."""
@@ -77,16 +73,6 @@ def training_view(
 
     The crop is drawn before decoding, so that a JPEG is decoded no larger than the crop needs. It is resized by a
     bicubic filter that averages over pixels when it reduces the size.
-
-    Args:
-        data: bytes of the image file.
-        size: S.
-        augmentation: distribution of the views.
-        rng: generator of the random numbers.
-        max_pixels: maximum number of pixels of the image.
-
-    Raises:
-        ImageError: if the image cannot be decoded or exceeds a limit.
     """
     image = open_image(data, max_pixels)
     width, height = upright_size(image)
@@ -130,13 +116,7 @@ def random_crop(width: int, height: int, augmentation: AugmentationConfig, rng: 
 
 
 def evaluation_view(data: bytes, size: int, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """Return the central square (S, S, 3) of an image whose shorter side is resized to S.
-
-    The image is decoded at full size and resized with a bicubic filter.
-
-    Raises:
-        ImageError: if the image cannot be decoded or exceeds a limit.
-    """
+    """Return the central square (S, S, 3) of an image that is resized, bicubic and from full size, to a shorter side of S."""
     image = to_rgb(open_image(data, max_pixels))
     shorter = min(image.size)
     width, height = (max(size, round(side * size / shorter)) for side in image.size)

@@ -69,7 +69,6 @@ class ImagesSummary:
     num_images_zero_shot: int
     num_classes_zero_shot: int
     num_bytes: int
-    """Total size of all files in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +78,6 @@ class _Archive:
     path: Path
     split: str
     number: int
-    """Number of the tar within its split, from 0."""
     first: int
     """Number of the tar's first image within its split, from 0."""
     concepts: tuple[int, ...]

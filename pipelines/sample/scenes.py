@@ -66,11 +66,8 @@ class Figure:
     """One drawn figure, described by the circle around it."""
 
     x: float
-    """Horizontal position of the centre."""
     y: float
-    """Vertical position of the centre."""
     radius: float
-    """Radius of the circle around the figure."""
     angle: float
     """Clockwise rotation in radians; it is small, so that an arrow, for example, still points to the right."""
 

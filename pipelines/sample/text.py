@@ -47,9 +47,7 @@ class ProseDocument:
     """Prose of one file."""
 
     source: str
-    """Path of the file relative to the root that it was found under."""
     text: str
-    """Paragraphs of one or more lines each, separated by blank lines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,15 +69,11 @@ def default_roots() -> tuple[Path, ...]:
 def collect_prose(
     *, num_bytes: int = NUM_BYTES_DEFAULT, roots: Sequence[Path] | None = None
 ) -> Iterator[ProseDocument]:
-    """Yield the documents of the files below `roots`.
+    """Yield the documents of the files below `roots` (None: `default_roots()`), with at most `num_bytes` bytes of UTF-8.
 
     Files are visited in the order of a hash of their path, so that any limit keeps a mixture of packages, the same
     one every time. A paragraph that occurred before is omitted, and so is a file with fewer than
     MIN_DOCUMENT_CHARACTERS left.
-
-    Args:
-        num_bytes: limit on the total UTF-8 text; iteration stops before the document that would exceed it.
-        roots: directories to search, or None for `default_roots()`.
 
     Raises:
         ValueError: if `num_bytes` is not positive.
@@ -124,12 +118,6 @@ def write_corpus(
 
     A hash of a document's text decides its split; about one in VALIDATION_ONE_IN documents goes to validation. The same
     documents give the same bytes. `directory` appears only when it is complete, through a rename.
-
-    Args:
-        directory: directory to create.
-        num_bytes: limit on the total UTF-8 text, as for `collect_prose`.
-        num_shards: number of archives of the training split.
-        roots: directories to search, or None for `default_roots()`.
 
     Raises:
         FileExistsError: if `directory` already exists and is not an empty directory.

@@ -18,6 +18,7 @@ that is not a valid record is skipped and counted.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,32 +33,29 @@ from pipelines.problems import Problem, note
 from pipelines.storage import compute_digest
 from pipelines.stream import Batch
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 Record = tuple[str, str, str | None]
-"""Name of the class, the sentence, and the second sentence of a pair or None."""
-Parser = Callable[[str], Record]
-"""Function that turns a line into a record; it raises ValueError if the line is none."""
+"""Name of the class (or the score), the sentence, and the second sentence of a pair or None."""
+Parser = Callable[[str], Record | None]
+"""Function that turns a line into a record, or None to pass over it; it raises ValueError if the line is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskFiles:
-    """Files of one of SentEval's tasks."""
+    """Files of each part (`train`, `dev`, `test` or `all`) of one of SentEval's tasks, with a parser for each of them."""
 
     files: Mapping[str, tuple[str, ...]]
-    """Files of each part of the task (`train`, `dev`, `test` or `all`)."""
     parse: tuple[Parser, ...]
-    """One parser for each file of a part, in the order of the files."""
     class_names: tuple[str, ...]
-    """Names of the classes."""
     num_header_lines: int = 0
     """Number of lines to skip at the start of each file."""
 
 
-def _make_class_parser(name: str) -> Parser:
-    return lambda line: (name, line, None)
-
-
 def _make_two_files(negative: str, positive: str, class_names: tuple[str, str]) -> TaskFiles:
-    return TaskFiles({"all": (negative, positive)}, tuple(map(_make_class_parser, class_names)), class_names)
+    parsers: tuple[Parser, ...] = tuple(lambda line, name=name: (name, line, None) for name in class_names)  # type: ignore[misc]
+    return TaskFiles({"all": (negative, positive)}, parsers, class_names)
 
 
 def _parse_sentence_and_label(line: str) -> Record:
@@ -110,12 +108,10 @@ class LineProblemKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """n sentences, or pairs of sentences, with one class each."""
+    """n sentences, or pairs of sentences (`second` is not None), with one class each."""
 
     first: list[str]
-    """The sentences, or the first sentence of each pair."""
     second: list[str] | None
-    """The second sentence of each pair, or None for single sentences."""
     labels: np.ndarray
     """Class of each example as an index into the task's class names: (n,) int64."""
 
@@ -128,15 +124,11 @@ class SentenceTask:
     """One classification task."""
 
     name: str
-    """Name of the task."""
     class_names: tuple[str, ...]
-    """Names of the classes, in the order of their numbers."""
     parts: Mapping[str, Examples]
     """Examples by split: `train`, `test` and possibly `dev` if the task defines a split, otherwise only `all`."""
     problems: Mapping[str, int]
-    """Number of skipped lines by kind of problem."""
     examples: list[str]
-    """Descriptions of the first few problems."""
 
     @property
     def digest(self) -> str:
@@ -161,17 +153,12 @@ class Judgements:
     """n pairs of sentences, with human judgements of their similarity."""
 
     name: str
-    """Name of the data set."""
     first: list[str]
-    """The first sentence of each pair."""
     second: list[str]
-    """The second sentence of each pair."""
     scores: np.ndarray
     """Similarity of each pair, where a higher score means more similar: (n,) float64."""
     problems: Mapping[str, int]
-    """Number of skipped lines by kind of problem."""
     examples: list[str]
-    """Descriptions of the first few problems."""
 
     @property
     def digest(self) -> str:
@@ -188,11 +175,7 @@ TASK_NAMES = tuple(TASK_FILES)
 
 
 def present_tasks(directory: str | Path) -> tuple[str, ...]:
-    """Return the names of the tasks whose folders exist in `directory`.
-
-    Raises:
-        FileNotFoundError: if `directory` is not a directory, or holds no task's folder.
-    """
+    """Return the names of the tasks whose folders exist in `directory`."""
     place = Path(local_copy(str(directory)))
     if not place.is_dir():
         raise FileNotFoundError(f"{str(directory)!r} is no directory")
@@ -203,11 +186,7 @@ def present_tasks(directory: str | Path) -> tuple[str, ...]:
 
 
 def read_task(directory: str | Path, name: str) -> SentenceTask:
-    """Read one of SentEval's classification tasks.
-
-    Args:
-        directory: path or URI of the directory that holds the tasks' folders, such as SentEval's `data/downstream`.
-        name: name of the task, one of TASK_NAMES.
+    """Read one of SentEval's classification tasks (TASK_NAMES) below a directory or URI such as its `data/downstream`.
 
     Raises:
         ValueError: if the name is unknown, or a class has no sentence at all.
@@ -215,32 +194,29 @@ def read_task(directory: str | Path, name: str) -> SentenceTask:
     """
     if name not in TASK_FILES:
         raise ValueError(f"task {name!r} is unknown: choose one of {', '.join(TASK_NAMES)}")
-    task_files, problems, examples = TASK_FILES[name], Counter[str](), list[str]()
-    place = Path(local_copy(str(directory)))
+    task, reader, place = TASK_FILES[name], _Reader(), Path(local_copy(str(directory)))
     parts = {}
-    for part, files in task_files.files.items():
+    for part, files in task.files.items():
         records = [
             record
-            for file, parse in zip(files, task_files.parse, strict=True)
-            for record in _read_records(
-                place, file, parse, task_files.class_names, problems, examples, task_files.num_header_lines
-            )
+            for file, parse in zip(files, task.parse, strict=True)
+            for record in reader.records(place, file, parse, task.class_names, task.num_header_lines)
         ]
-        parts[part] = _collect_examples(records, task_files.class_names, f"{name}, {' and '.join(files)}")
+        parts[part] = _collect_examples(records, task.class_names, f"{name}, {' and '.join(files)}")
     return SentenceTask(
-        name=name, class_names=task_files.class_names, parts=parts, problems=dict(problems), examples=examples
+        name=name,
+        class_names=task.class_names,
+        parts=parts,
+        problems=dict(reader.problems),
+        examples=reader.examples,
     )
 
 
 def read_labelled(path: str | Path, class_names: Sequence[str] = ()) -> SentenceTask:
-    """Read a classification task from a file with a label, a sentence and optionally a second sentence per line.
+    """Read a classification task from a file with a label, a sentence and optionally a second sentence per line, by tabs.
 
-    The columns are separated by tabs. Either all lines have a second sentence or none.
-
-    Args:
-        path: path or URI of the file to read.
-        class_names: allowed labels; a line with another label is skipped and counted. If empty, all labels that occur
-            are classes.
+    Either all lines have a second sentence or none. A line whose label is not among `class_names` is skipped and counted;
+    if these are empty, all labels that occur are classes.
 
     Raises:
         FileNotFoundError: if the file is missing; the message names it.
@@ -248,14 +224,20 @@ def read_labelled(path: str | Path, class_names: Sequence[str] = ()) -> Sentence
             one of `class_names` has no sentence.
     """
     path = Path(local_copy(str(path)))
-    problems, examples = Counter[str](), list[str]()
+    reader = _Reader()
     num_columns = len(next(_read_lines(path), (0, ""))[1].split("\t"))
     if num_columns not in (2, 3):
         raise ValueError(
             f"{path}: the first line has {num_columns} columns; expected a label, a sentence and optionally a second sentence"
         )
-    parse = _make_column_parser(num_columns)
-    records = list(_read_records(path.parent, path.name, parse, class_names, problems, examples))
+
+    def parse(line: str) -> Record:
+        label, *sentences = line.split("\t")
+        if len(sentences) != num_columns - 1:
+            raise ValueError(f"{len(sentences) + 1} columns where the first line has {num_columns}")
+        return label.strip(), sentences[0], sentences[1] if num_columns == 3 else None
+
+    records = list(reader.records(path.parent, path.name, parse, class_names))
     names = tuple(class_names) or tuple(sorted({label for label, _, _ in records}))
     if len(names) < 2:
         raise ValueError(f"{path} holds {len(names)} class ({', '.join(names)}): a classifier needs two or more")
@@ -263,8 +245,8 @@ def read_labelled(path: str | Path, class_names: Sequence[str] = ()) -> Sentence
         name=path.stem,
         class_names=names,
         parts={"all": _collect_examples(records, names, str(path))},
-        problems=dict(problems),
-        examples=examples,
+        problems=dict(reader.problems),
+        examples=reader.examples,
     )
 
 
@@ -272,46 +254,29 @@ def read_judgements(path: str | Path, name: str) -> Judgements:
     """Read similarity judgements from a file with a score and two sentences per line, separated by tabs.
 
     In lines of seven or more columns, as in the STS benchmark, these are the fifth to the seventh column. A line with
-    an empty score, as in some STS files, is skipped and is not a problem.
-
-    Raises:
-        FileNotFoundError: if the file is missing; the message names it.
-        ValueError: if the file holds fewer than three pairs.
+    an empty score, as in some STS files, is skipped and is not a problem. Fewer than three pairs raise ValueError.
     """
-    problems, examples = Counter[str](), list[str]()
-    first, second, scores = [], [], []
-    for number, line in _read_lines(Path(local_copy(str(path)))):
+
+    def parse(line: str) -> Record | None:
         entries = line.split("\t")
         score, *sentences = entries[4:7] if len(entries) >= 7 else entries
         if len(entries) >= 3 and not score.strip():
-            continue
-        try:
-            sentence, second_sentence = sentences
-            value = float(score)
-        except ValueError as error:
-            note(_make_problem(LineProblemKind.MISSING_FIELD, str(path), number, str(error)), problems, examples)
-            continue
-        if not (sentence.strip() and second_sentence.strip()):
-            note(_make_problem(LineProblemKind.EMPTY_SENTENCE, str(path), number, repr(line[:40])), problems, examples)
-            continue
-        first.append(sentence.strip())
-        second.append(second_sentence.strip())
-        scores.append(value)
-    if len(first) < 3:
-        raise ValueError(f"{path} holds {len(first)} pairs of sentences with a score: a correlation needs 3 or more")
+            return None
+        first, second = sentences
+        return str(float(score)), first, second
+
+    reader, place = _Reader(), Path(local_copy(str(path)))
+    records = list(reader.records(place.parent, place.name, parse))
+    if len(records) < 3:
+        raise ValueError(f"{path} holds {len(records)} pairs of sentences with a score: a correlation needs 3 or more")
     return Judgements(
-        name=name, first=first, second=second, scores=np.array(scores), problems=dict(problems), examples=examples
+        name=name,
+        first=[first for _, first, _ in records],
+        second=[str(second) for _, _, second in records],
+        scores=np.array([float(score) for score, _, _ in records]),
+        problems=dict(reader.problems),
+        examples=reader.examples,
     )
-
-
-def _make_column_parser(num_columns: int) -> Parser:
-    def parse(line: str) -> Record:
-        label, *sentences = line.split("\t")
-        if len(sentences) != num_columns - 1:
-            raise ValueError(f"{len(sentences) + 1} columns where the first line has {num_columns}")
-        return label.strip(), sentences[0], sentences[1] if num_columns == 3 else None
-
-    return parse
 
 
 def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -330,33 +295,32 @@ def _collect_examples(records: Sequence[Record], class_names: Sequence[str], whe
     return Examples([first for _, first, _ in records], seconds or None, labels)
 
 
-def _read_records(
-    directory: Path,
-    file: str,
-    parse: Parser,
-    class_names: Sequence[str],
-    problems: Counter[str],
-    examples: list[str],
-    num_header_lines: int = 0,
-) -> Iterator[Record]:
-    for number, line in _read_lines(directory / file):
-        if number <= num_header_lines:
-            continue
-        try:
-            label, first, second = parse(line)
-        except ValueError as error:
-            note(_make_problem(LineProblemKind.MISSING_FIELD, file, number, str(error)), problems, examples)
-            continue
-        if not first.strip() or (second is not None and not second.strip()):
-            note(_make_problem(LineProblemKind.EMPTY_SENTENCE, file, number, repr(line[:40])), problems, examples)
-        elif not label or (class_names and label not in class_names):
-            note(_make_problem(LineProblemKind.UNKNOWN_LABEL, file, number, repr(label)), problems, examples)
-        else:
-            yield label, first.strip(), None if second is None else second.strip()
+class _Reader:
+    """Reads the records of files, and counts the lines that are none."""
 
+    def __init__(self) -> None:
+        self.problems, self.examples = Counter[str](), list[str]()
 
-def _make_problem(kind: LineProblemKind, file: str, number: int, detail: str) -> Problem:
-    return Problem(kind=kind, where=f"{file}:{number}", detail=detail)
+    def records(
+        self, directory: Path, file: str, parse: Parser, class_names: Sequence[str] = (), num_header_lines: int = 0
+    ) -> Iterator[Record]:
+        for number, line in itertools.islice(_read_lines(directory / file), num_header_lines, None):
+            try:
+                if (record := parse(line)) is None:
+                    continue
+            except ValueError as error:
+                self._skip(LineProblemKind.MISSING_FIELD, f"{file}:{number}", str(error))
+                continue
+            label, first, second = record
+            if not first.strip() or (second is not None and not second.strip()):
+                self._skip(LineProblemKind.EMPTY_SENTENCE, f"{file}:{number}", repr(line[:40]))
+            elif not label or (class_names and label not in class_names):
+                self._skip(LineProblemKind.UNKNOWN_LABEL, f"{file}:{number}", repr(label))
+            else:
+                yield label, first.strip(), None if second is None else second.strip()
+
+    def _skip(self, kind: LineProblemKind, where: str, detail: str) -> None:
+        note(Problem(kind=kind, where=where, detail=detail), self.problems, self.examples)
 
 
 def _decode(data: bytes) -> str:
@@ -364,10 +328,6 @@ def _decode(data: bytes) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:
         return data.decode("latin-1")
-
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -390,14 +350,7 @@ class LabelledSource:
 
     @classmethod
     def of(cls, examples: Examples, tokenizer: PreTrainedTokenizerFast, *, num_tokens: int) -> LabelledSource:
-        """Tokenise examples.
-
-        Args:
-            examples: sentences or sentence pairs with their classes.
-            tokenizer: the tokenizer of the model.
-            num_tokens: maximum number of tokens; longer examples are truncated, pairs by shortening the longer
-                sentence.
-        """
+        """Tokenise examples; one of more than `num_tokens` is truncated, a pair by shortening the longer sentence."""
         pairs = [examples.first] if examples.second is None else [examples.first, examples.second]
         whole = tokenizer(*pairs, verbose=False)
         encoded = tokenizer(*pairs, truncation=True, max_length=num_tokens, return_token_type_ids=True)
@@ -433,9 +386,8 @@ class LabelledSource:
     def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
         """Return n examples by row number; they are the same in every epoch.
 
-        Returns:
-            `input_ids` (n, t); `token_type_ids` (n, t), if the model uses them; `lengths`, `labels`, `ids` (the row
-            numbers) and `digest` (a 48-bit hash of tokens and label), each (n,).
+        `input_ids` (n, t); `token_type_ids` (n, t), if the model uses them; `lengths`, `labels`, `ids` (the row numbers) and
+        `digest` (a 48-bit hash of tokens and label), each (n,).
         """
         rows = np.asarray(rows)
         digest = [

@@ -36,6 +36,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from pipelines.ranges import gather_rows
 from pipelines.stream import Batch
 from pipelines.text.blocks import prefetch_shards, read_rows
 from pipelines.text.growing import GrowingManifest
@@ -54,11 +55,7 @@ _RANK_POSITIVE = 1  # Beta(2, 4): the 2nd smallest of 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanConfig:
-    """Distribution of spans.
-
-    Raises:
-        ValueError: if a field is outside its range; the message names the field.
-    """
+    """Distribution of spans."""
 
     num_anchors: int = 2
     """A, the number of anchors per document."""
@@ -113,18 +110,7 @@ class Spans:
 
 
 def sample_spans(num_tokens: np.ndarray, keys: np.ndarray, *, seed: int, epoch: int, config: SpanConfig) -> Spans:
-    """Sample the spans of n documents.
-
-    Args:
-        num_tokens: (n,) lengths of the documents in tokens, each at least `config.least_num_tokens`.
-        keys: (n,) integers that identify the documents.
-        seed: seed of the run.
-        epoch: epoch of the data; every epoch has different spans.
-        config: distribution of spans.
-
-    Raises:
-        ValueError: if a document is too short.
-    """
+    """Sample the spans of n documents, given their lengths in tokens and integer keys, each (n,)."""
     num_tokens = np.asarray(num_tokens, dtype=np.int64)
     if len(num_tokens) and num_tokens.min() < config.least_num_tokens:
         short = int(num_tokens.argmin())
@@ -169,17 +155,9 @@ def sample_spans(num_tokens: np.ndarray, keys: np.ndarray, *, seed: int, epoch: 
 def gather_spans(
     tokens: np.ndarray, start: np.ndarray, length: np.ndarray, *, pad_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Copy the tokens of spans into rows that are padded to the longest span.
+    """Copy the tokens (total,) of spans, given by start and length (…), into rows that are padded to the longest span.
 
-    Args:
-        tokens: (total,) tokens of all documents, concatenated.
-        start: (…) index in `tokens` of the first token of each span, of any shape.
-        length: (…) length of each span, of the same shape as `start` and positive.
-        pad_id: token that fills the rest of a row.
-
-    Returns:
-        The rows and their mask (1 for a token, 0 for padding), each (spans, longest) int64. The rows are in the order
-        of the flattened `start`.
+    Returns the rows and their mask (1 for a token, 0 for padding), each (spans, longest) int64, in the order of `start`.
     """
     start, length = start.reshape(-1, 1), length.reshape(-1, 1)
     column = np.arange(int(length.max(initial=0)))
@@ -200,17 +178,10 @@ def _scale_to_range(draws: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.
 
 
 def _draw_multisets(draws: np.ndarray, slack: np.ndarray) -> np.ndarray:
-    """Draw, for each of n documents, A ascending integers in [0, slack] such that every multiset is equally probable.
+    """Draw, for each of n documents, A ascending integers in [0, slack (n,)] such that every multiset is equally probable.
 
     Subtracting its rank (0 … A−1) from each element of an A-subset of slack + A numbers gives a multiset, and this is a
-    bijection. The subset is drawn by Floyd's algorithm, which needs no rejection.
-
-    Args:
-        draws: (n, A) uniform numbers in [0, 1).
-        slack: (n,) largest integer.
-
-    Returns:
-        (n, A) int64.
+    bijection. The subset is drawn by Floyd's algorithm, which needs no rejection, from uniform numbers (n, A).
     """
     num_documents, size = draws.shape
     chosen = np.empty((num_documents, size), dtype=np.int64)
@@ -253,17 +224,12 @@ class SpanSource:
     """Source of spans of the documents of a prepared text (see `pipelines.stream.Source`).
 
     It can be pickled.
-
-    Raises:
-        ValueError: if the prepared data hold documents that are too short for the spans.
     """
 
     manifest: Manifest | GrowingManifest
     """Prepared data set of whole documents, which may still be growing."""
     spans: SpanConfig
-    """Distribution of spans."""
     special_tokens: SpecialTokens
-    """Special tokens of the tokenizer that the data were prepared with."""
     seed: int = 0
     """Seed of the spans and of the masking."""
     mask_share: float = 0.15
@@ -295,18 +261,14 @@ class SpanSource:
         return self.spans.max_length + self.special_tokens.num_added
 
     def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
-        """Return the spans of n documents.
-
-        Args:
-            shards, rows: (n,) location of each document: the shard's number in the manifest, and the row in the shard.
-            epoch: epoch that the spans are drawn for.
+        """Return the spans of n documents, given their shards and rows in them, each (n,), drawn for an epoch.
 
         Returns:
             `anchor_ids` (n, A, t) and `positive_ids` (n, A, P, t), padded token ids; `anchor_lengths` (n, A) and
-            `positive_lengths` (n, A, P), their numbers of tokens including special tokens; `mlm_labels` (n, A, t),
-            the original tokens at masked positions and -100 elsewhere; `ids` (n,), the numbers of the documents in
-            the data set, or −1 while it grows; `is_crowded` (n,) bool (see `Spans`); `digest` (n,), a 48-bit hash of
-            anchors and positives.
+            `positive_lengths` (n, A, P), their numbers of tokens including special tokens; `mlm_labels` (n, A, t), the
+            original tokens at masked positions and -100 elsewhere; `ids` (n,), the numbers of the documents in the data
+            set, or −1 while it grows; `is_crowded` (n,) bool (see `Spans`); `digest` (n,), a 48-bit hash of anchors and
+            positives.
         """
         shards, rows = np.asarray(shards), np.asarray(rows)
         keys = self.manifest.row_keys(shards, rows)
@@ -357,13 +319,9 @@ class SpanSource:
 
     def _documents(self, shards: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
         """Return the tokens of n documents, given their shards and rows, each (n,)."""
-        documents: list[np.ndarray] = [np.empty(0)] * len(rows)
-        for shard in np.unique(shards):
-            chosen = np.flatnonzero(shards == shard)
-            table = read_rows(self.manifest, self.manifest.shards[shard], rows[chosen], self.cache_bytes)
-            for place, tokens in zip(chosen, table.column("tokens"), strict=True):
-                documents[place] = tokens.values.to_numpy()
-        return documents
+        entries = self.manifest.shards
+        table = gather_rows(shards, rows, lambda s, r: read_rows(self.manifest, entries[s], r, self.cache_bytes))
+        return [tokens.values.to_numpy() for tokens in table.column("tokens")]
 
     def _rows(self, tokens: np.ndarray, start: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return spans surrounded by special tokens and padded to t, (…, t) int32, and their lengths, (…)."""

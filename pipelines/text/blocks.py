@@ -15,7 +15,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from pipelines.object_store import is_local
-from pipelines.ranges import range_reader
+from pipelines.ranges import gather_rows, range_reader
 from pipelines.storage import resolve
 from pipelines.stream import Batch
 from pipelines.text.growing import GrowingManifest
@@ -39,12 +39,8 @@ class BlockSource:
 
         Blocks do not depend on the epoch.
         """
-        tables, order = [], []
-        for shard in np.unique(shards):
-            chosen = np.flatnonzero(shards == shard)
-            tables.append(read_rows(self.manifest, self.manifest.shards[shard], rows[chosen], self.cache_bytes))
-            order.append(chosen)
-        table = pa.concat_tables(tables).take(pa.array(np.argsort(np.concatenate(order))))
+        entries = self.manifest.shards
+        table = gather_rows(shards, rows, lambda s, r: read_rows(self.manifest, entries[s], r, self.cache_bytes))
         batch = block_arrays(self.manifest, table)
         del batch["documents"]
         return batch if self.end_is_target else without_end(batch, self.manifest)
@@ -105,14 +101,7 @@ def read_range(manifest: Manifest, start: int, stop: int) -> Batch:
 def read_rows(
     manifest: Manifest | GrowingManifest, shard: ShardEntry, rows: Sequence[int] | np.ndarray, cache_bytes: int = 0
 ) -> pa.Table:
-    """Read the given rows of one shard, in the given order.
-
-    A local shard is memory-mapped. A remote one is read completely, and memory-mapped from the node's cache of
-    `cache_bytes` if there is one.
-
-    Raises:
-        OSError: if the shard does not have the number of rows that the manifest states.
-    """
+    """Read rows of a shard in the given order; a remote one is read whole, and mapped from the node's cache if any."""
     path = resolve(f"{manifest.directory}/{shard.file}")[1]
     table = pa.ipc.open_file(range_reader(manifest.directory, cache_bytes).read_file(path)).read_all()
     if table.num_rows != shard.num_rows:
@@ -121,14 +110,7 @@ def read_rows(
 
 
 def prefetch_shards(manifest: Manifest | GrowingManifest, cache_bytes: int, *windows: Iterable[int]) -> None:
-    """Fetch shards, given by number, into the node's cache in the background, if they are remote.
-
-    Args:
-        manifest: the prepared text.
-        cache_bytes: size of the node's cache of remote files in bytes; 0: none, so that nothing is fetched.
-        windows: the shards of the window that is being read, of the next one and of the one before
-            (see `pipelines.stream.RemoteSource`).
-    """
+    """Fetch the shards of the window that is read, of the next and the one before (see `RemoteSource.prefetch`)."""
     root = resolve(manifest.directory)[1]
     paths = [[f"{root}/{manifest.shards[shard].file}" for shard in window] for window in windows]
     range_reader(manifest.directory, cache_bytes).prefetch(*paths, whole=True)

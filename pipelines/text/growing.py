@@ -41,9 +41,7 @@ class GrowingManifest:
     """Prepared data of which parts are still missing; for reading, it takes the place of a `Manifest`."""
 
     directory: str
-    """Path or URI of the prepared directory."""
     layout: Layout
-    """Configuration of how documents become rows."""
     part_names: Sequence[str]
     """Name of every part, in stored order."""
     preparer: ActorHandle
@@ -85,35 +83,32 @@ class GrowingManifest:
     @property
     def shards(self) -> _GrowingShards:
         """The shards by their numbers."""
-        return _GrowingShards(self.directory, self.part_names)
+        return _GrowingShards(self)
+
+    def locate(self, shard: int) -> tuple[list[ShardEntry], int]:
+        """Return the entries of all shards of the part of a shard, and which of them it is."""
+        part, index = divmod(int(shard), _MAX_SHARDS_PER_PART)
+        return _read_shards(f"{self.directory}/{self.part_names[part]}.json"), index
 
     def row_keys(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Return the keys of n rows of prepared parts, which are those of the complete data (see `Manifest.row_keys`)."""
-        first_rows = {shard: self.shards.count_rows_before(shard) for shard in set(shards.tolist())}
-        before = np.array([first_rows[shard] for shard in shards.tolist()], dtype=np.int64)
-        return make_row_keys(shards // _MAX_SHARDS_PER_PART, before + rows)
+        before = {}
+        for shard in set(shards.tolist()):
+            entries, index = self.locate(shard)
+            before[shard] = sum(entry.num_rows for entry in entries[:index])
+        first_rows = np.array([before[shard] for shard in shards.tolist()], dtype=np.int64)
+        return make_row_keys(shards // _MAX_SHARDS_PER_PART, first_rows + rows)
 
 
 @dataclass(frozen=True, slots=True)
 class _GrowingShards:
     """Mapping from the number of a shard to its entry, which is read from the record of its part."""
 
-    directory: str
-    part_names: Sequence[str]
+    parts: GrowingManifest
 
     def __getitem__(self, shard: int) -> ShardEntry:
-        entries, index = self._locate(shard)
+        entries, index = self.parts.locate(shard)
         return entries[index]
-
-    def count_rows_before(self, shard: int) -> int:
-        """Return the number of rows of the shards that come before this one in its part."""
-        entries, index = self._locate(shard)
-        return sum(entry.num_rows for entry in entries[:index])
-
-    def _locate(self, shard: int) -> tuple[list[ShardEntry], int]:
-        """Return the entries of all shards of a shard's part, and which of them it is."""
-        part, index = divmod(int(shard), _MAX_SHARDS_PER_PART)
-        return _read_shards(f"{self.directory}/{self.part_names[part]}.json"), index
 
 
 @cache
@@ -126,13 +121,9 @@ def _read_shards(record: str) -> list[ShardEntry]:
 
 @dataclass(frozen=True, kw_only=True)
 class GrowingPlan(StreamPlan):
-    """Order of items of which parts are still being prepared; asking for a part waits until it is there.
-
-    It is the order of the complete data, except that shards have other numbers.
-    """
+    """Order of items of which parts are still being prepared: that of the complete data, but with other numbers of shards."""
 
     parts: GrowingManifest
-    """The prepared data."""
     known: dict[int, list[int]] = field(default_factory=dict, compare=False, repr=False)
     """Number of rows of the shards of each part that was asked for."""
 
@@ -156,11 +147,10 @@ class GrowingPlan(StreamPlan):
 
     @property
     def num_items_per_epoch(self) -> int | None:
-        """Number of items in one epoch; None until all parts were asked for.
+        """Number of items in one epoch; None until all parts were asked for. It may be refused (`check_num_rows`).
 
         Raises:
             TooManyProblemsError: if all parts together hold no item.
-            Exception: of `GrowingManifest.check_num_rows`, if it refuses the number.
         """
         if len(self.known) < self.num_parts:
             return None
@@ -172,11 +162,7 @@ class GrowingPlan(StreamPlan):
         return size
 
     def part(self, number: int) -> Sequence[tuple[int, int]]:
-        """Return the number and the size of each shard of a part, as soon as it is prepared.
-
-        Raises:
-            TooManyProblemsError, OSError: see `PartPreparer.wait_for`.
-        """
+        """Return the number and the size of each shard of a part, as soon as it is prepared (`PartPreparer.wait_for`)."""
         if number not in self.known:
             try:
                 preparer = self.parts.preparer
@@ -198,17 +184,8 @@ def load_or_grow(
 ) -> Manifest | GrowingManifest:
     """Return the manifest of a text that is completely prepared; otherwise start to prepare it, and do not wait.
 
-    Ray must be running. The preparing actor ends with the job that calls this.
-
-    Args:
-        config, layout, root: as for `pipelines.text.prepare.prepare_text`.
-        settings: how to prepare the parts.
-        check_num_rows: function that refuses a number of all rows by an error. It is called here if all parts are there
-            already, otherwise in each process that has asked for all of them.
-
-    Raises:
-        FileNotFoundError, ValueError: as `prepare_text`.
-        Exception: of `check_num_rows`.
+    Ray must be running. The preparing actor ends with the job that calls this. `check_num_rows` refuses a number of all
+    rows by an error: here if all parts are there already, otherwise in each process that has asked for all of them.
     """
     target = PreparedTarget.locate(config, layout, root)
     try:
@@ -244,19 +221,12 @@ class GrowingSettings:
     resources: dict[str, float] = field(default_factory=dict)
     """Custom Ray resources that a preparing task takes, by which the tasks are kept to certain nodes."""
     max_bad_share: float = 0.01
-    """Largest share of unreadable records, in [0, 1]."""
     max_bad_share_field: str = "max_bad_share"
-    """Name of the setting that `max_bad_share` comes from, for the error message."""
 
 
 @ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)
 class PartPreparer:
-    """Actor that prepares the parts of a source, a bounded number of them ahead of those that were asked for.
-
-    Args:
-        task: the preparation of the parts.
-        settings: how to prepare them.
-    """
+    """Actor that prepares the parts of a source, a bounded number of them ahead of those that were asked for."""
 
     def __init__(self, task: PartTask, settings: GrowingSettings) -> None:
         self._task, self._settings = task, settings
@@ -296,15 +266,10 @@ class PartPreparer:
     def _start_parts(self) -> None:
         """Start to prepare every part that is wanted, or will be soon, unless this was done."""
         for part in self._order[: self._num_wanted + self._settings.num_parts_ahead]:
-            self._start(part)
-
-    def _start(self, part: int) -> None:
-        """Start to prepare a part, unless this was done."""
-        if part not in self._entries and part not in self._running:
-            self._running[part] = asyncio.get_running_loop().create_task(self._prepare(part))
+            if part not in self._entries and part not in self._running:
+                self._running[part] = asyncio.get_running_loop().create_task(self._prepare(part))
 
     def _submit(self, part: int) -> Any:
-        """Submit the Ray task that prepares a part, and return the reference of its result."""
         settings = self._settings
         options = _run_part.options(num_cpus=settings.num_cpus, resources=settings.resources)
         return options.remote(self._shared_task, part)

@@ -34,9 +34,7 @@ class ShardEntry:
     file: str
     """Name of the file, relative to the manifest."""
     archive: str
-    """Path of the archive that the documents come from."""
     num_rows: int
-    """Number of rows (blocks or documents)."""
     num_tokens: int
     """Number of tokens for rows that are documents. For blocks it is the number of targets: the documents' tokens
     plus one end-of-text token for each document that ends in the shard; for windows that of the positions that are read."""
@@ -51,19 +49,14 @@ class ArchiveEntry:
     """Summary of reading one archive: its documents, its shards, and its problems."""
 
     path: str
-    """Path of the archive within its filesystem."""
     num_bytes: int
-    """Size of the stored archive in bytes."""
     num_documents: int
-    """Number of documents that were read."""
     problems: dict[str, int]
-    """Number of lost records (or archives) by kind of problem."""
     examples: list[str]
-    """Descriptions of the first few problems."""
     shards: list[ShardEntry]
-    """Shards that were written from the archive."""
     num_parts: int = 1
-    """Number of parts of the archive."""
+    num_bytes_unread: int | None = None
+    """Number of bytes behind the places where it could not be read further (`pipelines.problems.TruncatedArchive`)."""
     version: str = ""
     """What changes when the archive is written again (`pipelines.object_store.version_of`); empty if it is not known."""
 
@@ -78,15 +71,11 @@ class Manifest:
     """Description of a prepared data set; use :meth:`load` to read it."""
 
     directory: str
-    """Path or URI of the prepared directory, which shard names are relative to."""
     tokenizer_digest: str
     """Digest of the tokenizer (see `pipelines.text.tokenization.tokenizer_digest`)."""
     layout: Layout
-    """Configuration of how documents became rows."""
     archives: list[ArchiveEntry]
-    """Summaries of the archives, in order."""
     version: int = FORMAT_VERSION
-    """Version of the manifest format."""
     not_read: list[str] = field(default_factory=list, compare=False)
     """Names of the files of the source that were not read when the data were last asked for; they are not stored."""
 
@@ -101,7 +90,7 @@ class Manifest:
         prepared: list[str] = []
         for number, archive in enumerate(self.archives):
             prepared += [part_name(number, part) for part in range(archive.num_parts)]
-            if archive.num_parts > 1 and "empty_archive" in archive.problems:
+            if "unread_document" in archive.problems or (archive.num_parts > 1 and "empty_archive" in archive.problems):
                 prepared.append(archive_name(number))
         return [lost_name(name) for name in prepared]
 
@@ -178,12 +167,7 @@ class Manifest:
 
     @classmethod
     def load(cls, directory: str) -> Manifest:
-        """Read the manifest of a prepared directory.
-
-        Raises:
-            FileNotFoundError: if the directory has no manifest.
-            ValueError: if the manifest was written by another version, or describes images.
-        """
+        """Read a manifest; FileNotFoundError if there is none, ValueError if of another version, or of images."""
         content = read_manifest(directory, noun="text", field="archives", version=FORMAT_VERSION)
         return cls(
             directory=directory,
@@ -204,14 +188,10 @@ def archive_name(archive: int) -> str:
 
 
 def make_row_keys(parts: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return distinct int64 keys of rows, which do not depend on any other part of the data set.
+    """Return distinct int64 keys of rows, given the part that each belongs to and its number within the part, each (n,).
 
-    They are therefore known as soon as the part is prepared, unlike the number of a row among all rows, which they equal
-    in the first part.
-
-    Args:
-        parts: (n,) number of the part that each row belongs to.
-        rows: (n,) number of each row within its part.
+    They are known as soon as the part is prepared, unlike the number of a row among all rows, which they equal in the first
+    part.
     """
     return parts * _MAX_ROWS_PER_PART + rows
 

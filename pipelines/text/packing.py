@@ -33,14 +33,9 @@ _ONE_IN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingConfig:
-    """Layout that packs documents into blocks (see `pipelines.text.manifest.Layout`).
-
-    Raises:
-        ValueError: if T is less than 2.
-    """
+    """Layout that packs documents into blocks (see `pipelines.text.manifest.Layout`)."""
 
     kind: ClassVar[str] = "blocks"
-    """Name of the layout in a manifest."""
 
     context_length: int
     """Number T of tokens per block."""
@@ -181,12 +176,10 @@ def _to_record_batch(blocks: list[_Block], config: PackingConfig) -> pa.RecordBa
 
 
 def unpack_blocks(blocks: pa.RecordBatch | pa.Table, config: PackingConfig) -> dict[str, np.ndarray]:
-    """Convert stored blocks to training arrays.
+    """Convert stored blocks to `input_ids`, `position_ids`, `targets` and `documents`, each (n, T) int64.
 
-    Returns:
-        `input_ids`, `position_ids`, `targets` and `documents`, each (n, T) int64. Positions restart at 0 with every
-        document and with every block. Targets are IGNORE_INDEX on padding. Documents are numbered within their part of
-        an archive.
+    Positions restart at 0 with every document and with every block. Targets are IGNORE_INDEX on padding. Documents are
+    numbered within their part of an archive.
     """
     size, num_blocks = config.context_length, blocks.num_rows
     tokens = flat_values(blocks.column("tokens")).reshape(num_blocks, size + 1).astype(np.int64)
@@ -223,14 +216,9 @@ def flat_values(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentConfig:
-    """Layout that stores one document per row (see `pipelines.text.manifest.Layout`).
-
-    Raises:
-        ValueError: if `least_num_tokens` is not positive.
-    """
+    """Layout that stores one document per row (see `pipelines.text.manifest.Layout`)."""
 
     kind: ClassVar[str] = "documents"
-    """Name of the layout in a manifest."""
 
     least_num_tokens: int
     """Minimum number of tokens of a document; shorter documents are left out."""

@@ -14,7 +14,6 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,14 @@ from transformers import PreTrainedTokenizerFast
 from pipelines.archives import Archive, describe_not_read, list_source, resolve_source
 from pipelines.object_store import unchanged
 from pipelines.prepare import directory_name, prepare
-from pipelines.problems import NUM_EXAMPLES, LostRecords, describe_counts, lost_name
+from pipelines.problems import (
+    NUM_EXAMPLES,
+    LostRecords,
+    Problem,
+    describe_counts,
+    estimate_unread,
+    lost_name,
+)
 from pipelines.storage import create_directory, relative, resolve
 from pipelines.text.manifest import (
     FORMAT_VERSION,
@@ -37,7 +43,7 @@ from pipelines.text.manifest import (
     archive_name,
     part_name,
 )
-from pipelines.text.reading import PART_BYTES, Document, Part, list_parts, readable_documents, report_empty
+from pipelines.text.reading import PART_BYTES, Part, ProblemKind, list_parts, read_documents, report_empty
 from pipelines.text.tokenization import load_tokenizer, tokenizer_digest
 
 _NUM_BATCHES_PER_SHARD = 16  # The layouts yield record batches of up to 256 rows.
@@ -47,11 +53,7 @@ _NUM_CHARACTERS_PER_ENCODE = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareConfig:
-    """Which text to prepare, and how.
-
-    Raises:
-        ValueError: if `max_bad_share` is outside [0, 1].
-    """
+    """Which text to prepare, and how."""
 
     source: str
     """Text archive, directory of text archives, or pattern (`{0..3}`, `*`), as a path or pyarrow URI."""
@@ -78,17 +80,11 @@ def prepare_text(
 ) -> Manifest:
     """Prepare `config.source` in a subdirectory of `root`, or load it if it is already prepared.
 
-    Args:
-        config: which text to read, and the tokenizer.
-        layout: how the tokens of documents become rows; it must have been made for the same tokenizer.
-        root: path or URI of the directory of all prepared data.
-        max_bad_share_field, losses, resources: see `pipelines.prepare.prepare`.
+    The layout must have been made for the same tokenizer. The other arguments are those of `pipelines.prepare.prepare`.
 
     Raises:
-        FileNotFoundError: if the source does not exist or holds no archive.
-        ValueError: if the source is a file of an unknown format, or the tokenizer cannot be loaded.
-        TooManyProblemsError: if too many records are unreadable; the message names the share, the kinds of problems
-            and the archives.
+        FileNotFoundError, ValueError: see `pipelines.archives.list_source` and `load_tokenizer`.
+        TooManyProblemsError: if too many records are unreadable.
     """
     target = PreparedTarget.locate(config, layout, root)
     manifest = prepare(
@@ -110,17 +106,12 @@ class PreparedTarget:
     """Where a text is prepared, and what is needed to do so."""
 
     config: PrepareConfig
-    """Which text to read, and how."""
     layout: Layout
-    """How the tokens of documents become rows."""
     tokenizer: PreTrainedTokenizerFast
-    """The tokenizer that `config` names."""
     archives: list[Archive]
-    """The archives of the source."""
     directory: str
     """Path or URI of the prepared directory; its name contains a hash of everything that determines its content."""
     not_read: list[str] = field(default_factory=list)
-    """Names of the files of the source that are not read."""
 
     @classmethod
     def locate(cls, config: PrepareConfig, layout: Layout, root: str) -> PreparedTarget:
@@ -170,13 +161,9 @@ class ArchivePart:
     """A part of one of the archives of a source."""
 
     archive_number: int
-    """Number of the archive within the source."""
     number: int
-    """Number of the part within the archive."""
     archive: Archive
-    """The archive."""
     part: Part
-    """The part of it."""
 
     @property
     def name(self) -> str:
@@ -198,19 +185,13 @@ class PartTask:
     """Preparation of the parts of a source (see `pipelines.prepare.Task`)."""
 
     source: str
-    """Path or URI that the archives were listed from."""
     text_field: str
-    """Name of the JSON field or Parquet column that holds the text."""
     layout: Layout
-    """Configuration of how documents become rows."""
     tokenizer: Tokenizer
     """Backend of the tokenizer: a Transformers tokenizer would make every task import torch."""
     tokenizer_digest: str
-    """Digest of the tokenizer, for the manifest."""
     directory: str
-    """Path or URI of the prepared directory."""
     parts: Sequence[ArchivePart]
-    """The parts of the source, in stored order."""
 
     @property
     def unit_names(self) -> list[str]:
@@ -218,86 +199,86 @@ class PartTask:
         return [part.name for part in self.parts]
 
     def run(self, number: int) -> dict[str, Any]:
-        """Read, tokenise and write one part; return its summary, an `ArchiveEntry` as a JSON object.
-
-        Raises:
-            OSError: if the archive cannot be read, or is written again meanwhile.
-        """
+        """Read, tokenise and write one part; return its summary, an `ArchiveEntry` as a JSON object."""
         # Several tasks share a machine's cores; a single one may use all of them.
         os.environ["TOKENIZERS_PARALLELISM"] = str(len(self.parts) == 1).lower()
         part = self.parts[number]
         archive, prefix = part.archive, f"{self.directory}/{part.name}"
-        problems: Counter[str] = Counter()
-        examples: list[str] = []
         num_documents = 0
+        shards: list[ShardEntry] = []
+        filesystem, _ = resolve_source(self.source)
+        with LostRecords(lost_name(prefix)) as lost, unchanged(filesystem, archive.path) as version:
 
-        def documents() -> Iterator[np.ndarray]:
-            nonlocal num_documents
-            with LostRecords(lost_name(prefix)) as lost:
-                add = partial(lost.add, archive.path)
-                readable = readable_documents(
-                    self.source, archive, self.text_field, problems, examples, add, part=part.part
-                )
-                for chunk in _group_texts(readable):
+            def texts() -> Iterator[str]:
+                for item in read_documents(self.source, archive, text_field=self.text_field, part=part.part):
+                    if isinstance(item, Problem):
+                        lost.add(archive.path, item)
+                    else:
+                        yield item.text
+
+            def documents() -> Iterator[np.ndarray]:
+                nonlocal num_documents
+                for chunk in _group_texts(texts()):
                     num_documents += len(chunk)
                     for encoding in self.tokenizer.encode_batch_fast(chunk, add_special_tokens=False):
                         yield np.asarray(encoding.ids, dtype=np.int64)
 
-        shards: list[ShardEntry] = []
-        batches = self.layout.rows(documents())
-        with unchanged(resolve_source(self.source)[0], archive.path) as version:
+            batches = self.layout.rows(documents())
             while chunk := list(itertools.islice(batches, _NUM_BATCHES_PER_SHARD)):
-                shards.append(
-                    ShardEntry(
-                        file=f"{part.name}-{len(shards):05d}.arrow",
-                        archive=archive.path,
-                        part=part.number,
-                        **_write_shard(f"{prefix}-{len(shards):05d}.arrow", chunk, self.layout.schema),
-                    )
-                )
+                name = f"{part.name}-{len(shards):05d}.arrow"
+                content = _write_shard(f"{self.directory}/{name}", chunk, self.layout.schema)
+                shards.append(ShardEntry(file=name, archive=archive.path, part=part.number, **content))
         entry = ArchiveEntry(
             path=archive.path,
             num_bytes=archive.num_bytes,
             num_documents=num_documents,
-            problems=dict(problems),
-            examples=examples,
+            problems=dict(lost.problems),
+            examples=lost.examples,
             shards=shards,
+            num_bytes_unread=lost.num_bytes_unread,
             version=version,
         )
         return asdict(entry)
 
     def finish(self, records: Sequence[dict[str, Any]]) -> Manifest:
-        """Combine the summaries of all parts to one of each archive, and report archives that turn out to be empty.
+        """Combine the summaries of all parts to one of each archive, and report what only all of them show.
 
-        Raises:
-            OSError: if an archive was written again between its parts.
+        That is an archive without any record, and an estimate of what lies behind the place where one cannot be read further.
+        An archive that was written again between its parts raises OSError.
         """
         archives: list[ArchiveEntry] = []
         pairs = zip(self.parts, map(archive_from_json, records), strict=True)
-        for number, group in itertools.groupby(pairs, key=lambda pair: pair[0].archive_number):
+        for _, group in itertools.groupby(pairs, key=lambda pair: pair[0].archive_number):
             parts = [entry for _, entry in group]
             if len({part.version for part in parts}) > 1:
                 raise OSError(
                     f"{parts[0].path} was written again between its parts: delete {self.directory}, which holds records of "
                     "both versions, and prepare it again"
                 )
-            problems = sum((Counter(part.problems) for part in parts), Counter[str]())
-            examples = [example for part in parts for example in part.examples][:NUM_EXAMPLES]
-            num_documents = sum(part.num_documents for part in parts)
-            if not num_documents and not problems:  # A part alone cannot tell that its archive holds no record.
-                empty = report_empty(relative(parts[0].path, resolve_source(self.source)[1]))
-                with LostRecords(lost_name(f"{self.directory}/{archive_name(number)}")) as lost:
-                    lost.add(parts[0].path, empty, problems, examples)
+            unread = [part.num_bytes_unread for part in parts if part.num_bytes_unread is not None]
             archives.append(
                 dataclasses.replace(
                     parts[0],
-                    num_documents=num_documents,
-                    problems=dict(problems),
-                    examples=examples,
+                    num_documents=sum(part.num_documents for part in parts),
+                    problems=dict(sum((Counter(part.problems) for part in parts), Counter[str]())),
+                    examples=[example for part in parts for example in part.examples][:NUM_EXAMPLES],
                     shards=[shard for part in parts for shard in part.shards],
                     num_parts=len(parts),
+                    num_bytes_unread=sum(unread) if unread else None,
                 )
             )
+        estimates = list(estimate_unread(archives, ProblemKind.UNREAD_DOCUMENT, "document"))
+        for number, (archive, problem) in enumerate(zip(archives, estimates, strict=True)):
+            if not archive.num_documents and not archive.problems:
+                problem = report_empty(relative(archive.path, resolve_source(self.source)[1]))
+            if problem is not None:
+                with LostRecords(lost_name(f"{self.directory}/{archive_name(number)}")) as lost:
+                    lost.add(archive.path, problem)
+                archives[number] = dataclasses.replace(
+                    archive,
+                    problems=dict(lost.problems + Counter(archive.problems)),
+                    examples=[*archive.examples, *lost.examples][:NUM_EXAMPLES],
+                )
         return Manifest(
             directory=self.directory,
             tokenizer_digest=self.tokenizer_digest,
@@ -323,13 +304,13 @@ def _write_shard(uri: str, batches: list[pa.RecordBatch], schema: pa.Schema) -> 
     }
 
 
-def _group_texts(documents: Iterable[Document]) -> Iterator[list[str]]:
+def _group_texts(texts: Iterable[str]) -> Iterator[list[str]]:
     """Group texts for tokenisation; a group ends when it has a certain number of documents or of characters."""
     chunk: list[str] = []
     num_characters = 0
-    for document in documents:
-        chunk.append(document.text)
-        num_characters += len(document.text)
+    for text in texts:
+        chunk.append(text)
+        num_characters += len(text)
         if len(chunk) == _NUM_DOCUMENTS_PER_ENCODE or num_characters >= _NUM_CHARACTERS_PER_ENCODE:
             yield chunk
             chunk, num_characters = [], 0

@@ -36,6 +36,7 @@ from pipelines.archives import NUM_NAMES_SHOWN, Archive, ArchiveFormat, describe
 from pipelines.lines import (
     MAGIC_BYTES,
     MAX_RECORD_BYTES,
+    READ_BYTES,
     DamagedError,
     Decompressed,
     Readable,
@@ -46,9 +47,9 @@ from pipelines.lines import (
     split_lines,
 )
 from pipelines.object_store import InputFile, open_for_reading
-from pipelines.problems import Problem, note
+from pipelines.problems import Problem, TruncatedArchive, note
 from pipelines.storage import relative
-from pipelines.tars import tar_members
+from pipelines.tars import member_end, num_bytes_behind, tar_members
 
 PART_BYTES = 8 * 2**20
 """Number of stored bytes that complete a part. An archive that is not larger is one part."""
@@ -93,6 +94,8 @@ class ProblemKind(StrEnum):
     EMPTY_ARCHIVE = "empty_archive"
     UNREADABLE_ARCHIVE = "unreadable_archive"
     """No part of the archive can be read."""
+    UNREAD_DOCUMENT = "unread_document"
+    """The document lies behind the place where an archive cannot be read further; their number is estimated from bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,21 +132,20 @@ def read_documents(
 ) -> Iterator[Document | Problem]:
     """Stream the documents of an archive, or of a part of it, in stored order, together with the problems.
 
-    The text of a record is a string, or a list of strings, which are joined by blank lines as lm_dataformat does. A
-    JSON record may also be a bare string. Blank lines are not records.
+    The text of a record is a string, or a list of strings, which are joined by blank lines as lm_dataformat does. A JSON
+    record may also be a bare string. Blank lines are not records. Reading all parts in order yields what reading the whole
+    archive does, except that records of JSON lines are counted from the beginning of their part.
 
     Args:
         uri: the URI that `archive` was listed from; it determines the filesystem, and the directory that keys are
             relative to.
         archive: one of `list_archives(uri)`.
         text_field: the field of a JSON record, or the column of a Parquet file, that holds the text.
-        part: the part to read, one of `list_parts(uri, [archive])`. Reading all of them in order yields what reading
-            the whole archive does, except that records of JSON lines are counted from the beginning of their part.
+        part: one of `list_parts(uri, [archive])`.
 
     Raises:
-        OSError: at the first step of the iteration if the file cannot be opened, and at any step if reading from the
-            filesystem fails. For Parquet a failed read is yielded as a problem instead, because its reader does not
-            distinguish it from corrupt bytes.
+        OSError: if the file cannot be opened, or reading from the filesystem fails. For Parquet a failed read is yielded as a
+            problem instead, because its reader does not distinguish it from corrupt bytes.
     """
     is_empty = True
     for item in _read_part(uri, archive, text_field, part):
@@ -159,20 +161,11 @@ def readable_documents(
     text_field: str,
     problems: Counter[str],
     examples: list[str],
-    add: Callable[[Problem, Counter[str], list[str]], None] = note,
-    *,
-    part: Part = WHOLE,
 ) -> Iterator[Document]:
-    """Yield the readable documents of an archive, or of a part of it, and report the problems.
-
-    Args:
-        source, archive, text_field, part: as for :func:`read_documents`.
-        problems, examples: counts and examples of problems, which `add` updates in place.
-        add: function that records a problem.
-    """
-    for item in read_documents(source, archive, text_field=text_field, part=part):
+    """Yield the documents of :func:`read_documents`; counts and examples of the problems are updated in place."""
+    for item in read_documents(source, archive, text_field=text_field):
         if isinstance(item, Problem):
-            add(item, problems, examples)
+            note(item, problems, examples)
         else:
             yield item
 
@@ -196,14 +189,27 @@ def _read_part(uri: str, archive: Archive, text_field: str, part: Part) -> Itera
             compression = None if part.start else _compression(file)
             file.seek(part.start)
             stream: Readable = Decompressed(decompress(file, archive.num_bytes, compression)) if compression else file
-            yield from _read_tar(stream, name, text_field, part)
+
+            def num_unread(end: int) -> int:
+                num_bytes = archive.num_bytes
+                return _num_unread(file, num_bytes) if compression else num_bytes_behind(end, num_bytes)
+
+            yield from _read_tar(stream, name, text_field, part, num_unread)
         elif archive.format is ArchiveFormat.JSONL:
             where = f"{name}@{part.start}" if part.start else name
             chunks = read_line_range(file, part.start, archive.num_bytes if part.stop is None else part.stop)
-            yield from _read_lines(chunks, where, text_field, itertools.count())
+            yield from _read_lines(chunks, where, text_field, itertools.count(), lambda: 0)
         else:
             chunks = decompress(file, archive.num_bytes, archive.format)
-            yield from _read_lines(chunks, name, text_field, itertools.count())
+            yield from _read_lines(
+                chunks, name, text_field, itertools.count(), partial(_num_unread, file, archive.num_bytes)
+            )
+
+
+def _num_unread(file: InputFile, num_bytes: int) -> int:
+    """Return how many bytes of a file were not read; where only few were not, it ends early."""
+    num_left = (num_bytes or 0) - file.tell()
+    return num_left if num_left >= READ_BYTES else 0
 
 
 # ---- from a record to a document -------------------------------------------------------------------------------------
@@ -272,25 +278,33 @@ def _read_plain(stream: Readable, where: str) -> Document | Problem:
 
 
 def _read_lines(
-    chunks: Iterator[bytes], name: str, text_field: str, indices: Iterator[int]
+    chunks: Iterator[bytes], name: str, text_field: str, indices: Iterator[int], num_unread: Callable[[], int]
 ) -> Iterator[Document | Problem]:
     try:
         for line in split_lines(chunks):
             yield _parse_line(line, f"{name}:{next(indices)}", text_field)
     except DamagedError as error:
-        yield Problem(kind=ProblemKind.TRUNCATED_ARCHIVE, where=name, detail=str(error))
+        yield _report_truncated(name, str(error), num_unread())
+
+
+def _report_truncated(where: str, detail: str, num_unread: int) -> Problem:
+    return TruncatedArchive(kind=ProblemKind.TRUNCATED_ARCHIVE, where=where, detail=detail, num_bytes_unread=num_unread)
 
 
 # ---- tar -------------------------------------------------------------------------------------------------------------
 
 
-def _read_tar(stream: Readable, name: str, text_field: str, part: Part) -> Iterator[Document | Problem]:
+def _read_tar(
+    stream: Readable, name: str, text_field: str, part: Part, num_unread: Callable[[int], int]
+) -> Iterator[Document | Problem]:
+    """Read a tar; `num_unread` says how many stored bytes lie behind the end of a member."""
     # If a member's name occurs twice, the count of its records continues, so that keys stay unique.
     indices: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
     others: list[str] = []  # The first few names of members that are not read, for the error message.
-    num_others = 0
+    num_others = end = 0
     try:
         for info, member in tar_members(stream, start=part.start, stop=part.stop):
+            end = member_end(info)
             member_format = format_of(info.name, MEMBER_SUFFIXES)
             if member_format is None or info.isdir():
                 num_others += 1
@@ -302,11 +316,12 @@ def _read_tar(stream: Readable, name: str, text_field: str, part: Part) -> Itera
                 detail = "a link, a sparse file or a device, not a plain file"
                 yield Problem(kind=ProblemKind.IRREGULAR_MEMBER, where=where, detail=detail)
                 continue
-            yield from _read_lines(decompress(member, info.size, member_format), where, text_field, index)
+            chunks = decompress(member, info.size, member_format)
+            yield from _read_lines(chunks, where, text_field, index, member.num_unread)
             if member.is_cut:  # The damage was already reported for the member, and the tar cannot be read further.
                 return
     except (tarfile.TarError, DamagedError) as error:  # The second, if the tar is compressed as a whole.
-        yield Problem(kind=ProblemKind.TRUNCATED_ARCHIVE, where=name, detail=f"corrupt tar: {error}")
+        yield _report_truncated(name, f"corrupt tar: {error}", num_unread(end))
     else:
         if part.is_whole and not indices:
             detail = f"no member ends in one of {', '.join(MEMBER_SUFFIXES)}; {describe_names(others, num_others)}"
@@ -328,9 +343,12 @@ def _read_parquet(file: pa.NativeFile, name: str, text_field: str, part: Part) -
         detail = f"no column {text_field!r}; the file has {_format_fields(columns)}"
         yield Problem(kind=ProblemKind.UNREADABLE_ARCHIVE, where=name, detail=detail)
         return
+    groups = range(part.start, table.num_row_groups if part.stop is None else part.stop)
+    first = sum(table.metadata.row_group(group).num_rows for group in range(part.start))
+    number = first - 1
+    last = first + sum(table.metadata.row_group(group).num_rows for group in groups)
     try:
-        first = sum(table.metadata.row_group(group).num_rows for group in range(part.start))
-        for group in range(part.start, table.num_row_groups if part.stop is None else part.stop):
+        for group in groups:
             metadata = table.metadata.row_group(group)
             problem = _check_row_group(metadata, text_field, f"{name}:{first}")
             if problem is not None:
@@ -342,7 +360,9 @@ def _read_parquet(file: pa.NativeFile, name: str, text_field: str, part: Part) -
                     yield _read_value(value, f"{name}:{number}", text_field)
             first += metadata.num_rows
     except _PARQUET_ERRORS as error:
-        yield Problem(kind=ProblemKind.TRUNCATED_ARCHIVE, where=name, detail=f"corrupt parquet: {error}")
+        num_lost = last - number - 1
+        detail = f"corrupt parquet, {num_lost} rows of which cannot be read: {error}"
+        yield Problem(kind=ProblemKind.TRUNCATED_ARCHIVE, where=name, detail=detail, count=max(1, num_lost))
 
 
 def _read_value(value: pa.Scalar, where: str, text_field: str) -> Document | Problem:
@@ -376,15 +396,8 @@ def _check_row_group(group: pq.RowGroupMetaData, text_field: str, where: str) ->
 def list_parts(uri: str, archives: Sequence[Archive], *, part_bytes: int = PART_BYTES) -> list[list[Part]]:
     """Return the parts of each archive, in stored order; only the headers of tars and the footers of Parquet are read.
 
-    A damaged archive is divided up to the damage, which the last part reports when it is read.
-
-    Args:
-        uri: the URI that the archives were listed from.
-        archives: the archives.
-        part_bytes: number of stored bytes that complete a part.
-
-    Raises:
-        OSError: if an archive cannot be opened, or the filesystem fails.
+    A damaged archive is divided up to the damage, which the last part reports when it is read. A part is complete with
+    `part_bytes` stored bytes.
     """
     filesystem, _ = resolve_source(uri)
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="parts") as pool:

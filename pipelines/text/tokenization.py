@@ -20,12 +20,10 @@ _NUM_DECODED, _NUM_KEPT = 64, 16
 
 
 def load_tokenizer(name_or_path: str, *, needs_eos: bool = True) -> PreTrainedTokenizerFast:
-    """Load a Transformers fast tokenizer from a directory, a `tokenizer.json`-style file, or the hub.
+    """Load a Transformers fast tokenizer from a directory, URI, `tokenizer.json`-style file, or the hub.
 
-    Args:
-        name_or_path: hub name, local path or URI.
-        needs_eos: whether the tokenizer must have an end-of-text token. Documents of a language model end with one;
-            captions do not, and tokenizers of BERT's kind have none.
+    Documents of a language model end with an end-of-text token (`needs_eos`); captions do not, and tokenizers of BERT's kind
+    have none.
 
     Raises:
         ValueError: if nothing usable is found under that name, if it is not a fast tokenizer, or if it lacks a required
@@ -78,11 +76,8 @@ class SpecialTokens:
     closing: tuple[int, ...]
     """Ids of the tokens after a text, such as `[SEP]`."""
     pad_id: int
-    """Id of the padding token."""
     mask_id: int
-    """Id of the mask token."""
     vocab_size: int
-    """Number of tokens in the vocabulary."""
 
     @property
     def num_added(self) -> int:
@@ -91,14 +86,7 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerFast) -> SpecialTokens:
-        """Determine the special tokens of a tokenizer of BERT's, RoBERTa's or a similar kind.
-
-        A tokenizer that adds no tokens around a text is accepted.
-
-        Raises:
-            ValueError: if the pad or mask token is missing (the message names it), or if the text itself is tokenised
-                differently when special tokens are added.
-        """
+        """Determine the special tokens of a tokenizer of BERT's or a similar kind, which may add none around a text."""
         for name in ("pad_token", "mask_token"):
             if getattr(tokenizer, f"{name}_id") is None:
                 raise ValueError(

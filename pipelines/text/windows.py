@@ -42,11 +42,7 @@ class ReadingWindow:
 
 
 def windows_of(document: int, num_tokens: int, *, context_length: int, stride: int) -> list[ReadingWindow]:
-    """Returns the windows of one document, in order; a document without tokens has none.
-
-    Raises:
-        ValueError: if the stride is not in 1 … context_length.
-    """
+    """Returns the windows of one document, in order; a document without tokens has none."""
     if not 1 <= stride <= context_length:
         raise ValueError(f"stride = {stride} must lie in 1 … {context_length}, the context length")
     windows: list[ReadingWindow] = []
@@ -75,7 +71,6 @@ class WindowConfig(PackingConfig):
     """Layout of blocks that hold whole windows of documents, one after another, and padding (see `Manifest.layout`)."""
 
     kind: ClassVar[str] = "windows"
-    """Name of the layout in a manifest."""
 
     stride: int
     """S, the tokens between the starts of a long document's windows, 1 … T."""

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from process_support import run_together
 
 from pipelines import block_cache
-from pipelines.block_cache import BlockCache, Needs
+from pipelines.block_cache import BlockCache
 
 STORED = 1004
 """Size of a block of 1 000 bytes with its checksum."""
@@ -35,26 +35,21 @@ STEPS = st.one_of(
 def test_the_cache_does_what_a_list_of_blocks_does(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, object]], room: int
 ) -> None:
-    """What is read replaces what is not needed, then what is near; what is fetched ahead only what is not needed."""
+    """What was not used for longest makes room: for what is read unless it is needed now, for what is fetched unless near."""
     cache = BlockCache(tmp_path_factory.mktemp("cache"), room * STORED)
     held: list[str] = []  # From the one that was not used for longest to the one that was used last.
     now, near = set[str](), set[str]()
-
-    def level(name: str) -> int:
-        return 2 if name[0] in now else 1 if name[0] in near else 0
-
     for time_ns, (kind, value) in enumerate(steps, start=1):
         if kind == "need":
             now, near = value  # type: ignore[misc]
-            cache.needs = Needs(frozenset(now), frozenset(near))
+            cache.now, cache.near = frozenset(now), frozenset(near)
             continue
         name, fetched = str(value), list[str]()
         is_there = name in held
         if not is_there and len(held) == room:
-            limit = min(level(name), 1) if kind == "open" else 0
-            candidates = sorted((level(other), at) for at, other in enumerate(held) if level(other) <= limit)
-            if candidates:
-                del held[candidates[0][1]]
+            kept = now if kind == "open" else now | near
+            if removed := next((other for other in held if other[0] not in kept), ""):
+                held.remove(removed)
         is_stored = is_there or len(held) < room
         content = name.encode().ljust(1000)
         found = getattr(cache, kind)(name, 1000, lambda get=(fetched, name, content): get[0].append(get[1]) or get[2])
@@ -141,29 +136,6 @@ def test_a_block_gets_its_name_only_while_nobody_else_looks_for_room(
     assert file is not None
     file.close()
     assert {file.name for file in tmp_path.iterdir()} == {".lock", "block"}
-
-
-def test_a_block_is_fetched_ahead_although_another_thread_makes_room_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = BlockCache(tmp_path, 2 * STORED)
-    for name in ("old", "older"):
-        assert cache.fetch(name, 1000, lambda: bytes(1000))
-    other = threading.Thread(target=lambda: cache.fetch("other", 1000, lambda: bytes(1000)))
-    lock = fcntl.flock
-
-    def make_room_before_locking(file: BinaryIO, operation: int) -> None:
-        """Let the other thread remove files that nobody has locked, between the creation of the partial file and its lock."""
-        if other.ident is None and os.readlink(f"/proc/self/fd/{file.fileno()}").endswith("block.partial"):
-            other.start()
-            other.join(0.5)
-        lock(file, operation)
-
-    monkeypatch.setattr("pipelines.block_cache.fcntl.flock", make_room_before_locking)
-    assert cache.fetch("block", 1000, lambda: bytes(1000))
-    other.join(60)
-    assert cache.holds("block")
-    assert cache.holds("other")
 
 
 def test_what_a_process_that_died_had_reserved_is_free(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ RANGE = 2**16
 
 @pytest.fixture(autouse=True)
 def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.local_copy._RANGE_BYTES", RANGE)
+    monkeypatch.setattr("pipelines.local_copy.BLOCK_BYTES", RANGE)
 
 
 def contents(directory: Path) -> dict[str, bytes]:

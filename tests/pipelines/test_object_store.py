@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from pyarrow import fs
 from s3_support import ObjectStore, run_object_store
 
-from pipelines import object_store, ranges
+from pipelines import object_store
 from pipelines.archives import list_archives
 from pipelines.block_cache import BlockCache
 from pipelines.local_copy import local_copy
-from pipelines.object_store import TRAFFIC, RemoteObject, name_object, open_for_reading
+from pipelines.object_store import RemoteObject, name_object, open_for_reading
 from pipelines.ranges import ByteRange, RangeReader
 from pipelines.storage import create_directory, read_json, resolve, write_json
 from pipelines.store_errors import RETRIES, RefusedWriteError, explain
@@ -130,7 +130,6 @@ def test_a_file_read_from_front_to_back_takes_one_request_a_block(store: ObjectS
     for name, size in SIZES.items():
         store.behave()
         with open_for_reading(store.filesystem, f"bucket/data/{name}") as file:
-            assert file.size() == size
             assert b"".join(iter(lambda file=file: file.read(2**15 + 1), b"")) == CONTENTS[name]
             assert file.read(1) == b""
         counts = store.counts()
@@ -143,7 +142,6 @@ def test_an_open_file_is_like_a_local_one(store: ObjectStore, tmp_path: Path) ->
     steps = st.one_of(
         st.tuples(st.just("read"), st.integers(0, BLOCK + 5)),
         st.tuples(st.just("seek"), st.integers(0, size + 5)),
-        st.tuples(st.just("read_at"), st.integers(0, 1000), st.integers(0, size - 1)),
         st.tuples(st.just("tell")),
     )
 
@@ -155,11 +153,7 @@ def test_an_open_file_is_like_a_local_one(store: ObjectStore, tmp_path: Path) ->
             (tmp_path / "rest").open("rb") as reference,
         ):
             for name, *arguments in walk:
-                if name == "read_at":
-                    wanted = os.pread(reference.fileno(), *arguments)
-                else:
-                    wanted = getattr(reference, name)(*arguments)
-                assert getattr(remote, name)(*arguments) == wanted
+                assert getattr(remote, name)(*arguments) == getattr(reference, name)(*arguments)
 
     check()
 
@@ -245,40 +239,6 @@ def test_every_block_is_fetched_once_if_the_cache_holds_a_window(
     assert (store.counts().num_gets, store.counts().num_bytes) == (12, 12 * BLOCK)
 
 
-@pytest.mark.parametrize(
-    ("num_threads", "wanted", "num_held_before"), [(1, WINDOWS[1:], 0), (2, WINDOWS[:2], 7)], ids=["other", "same"]
-)
-def test_a_fetch_that_found_no_room_takes_nothing_from_the_request_that_has_replaced_its_own(
-    store: ObjectStore,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    num_threads: int,
-    wanted: list[list[str]],
-    num_held_before: int,
-) -> None:
-    """It does not end a request for other blocks, and tries again for one that needs its block too."""
-    monkeypatch.setattr(ranges, "_NUM_PREFETCH_THREADS", num_threads)
-    cache = BlockCache(tmp_path, 2 * WINDOW_BYTES)
-    reader = RangeReader(store.filesystem, cache)
-    begun, replaced, attempts = threading.Event(), threading.Event(), itertools.count()
-    reserve = cache._reserve
-
-    def reserve_in_vain_at_first(*arguments: Any) -> bool:
-        if next(attempts):
-            return reserve(*arguments)
-        begun.set()
-        assert replaced.wait(60)
-        return False
-
-    monkeypatch.setattr(cache, "_reserve", reserve_in_vain_at_first)
-    reader.prefetch(WINDOWS[0], () if wanted[0] is WINDOWS[0] else WINDOWS[1])
-    assert begun.wait(60)
-    reader.prefetch(*wanted)
-    wait_for(lambda: num_held(cache, store, [*wanted[0], *wanted[1]]) == num_held_before)
-    replaced.set()
-    wait_for(lambda: num_held(cache, store, [*wanted[0], *wanted[1]]) == 8)
-
-
 def test_a_slower_reader_finds_its_window_while_a_faster_one_begins_the_next(
     store: ObjectStore, tmp_path: Path
 ) -> None:
@@ -342,10 +302,9 @@ def test_reads_are_repeated_after_errors_and_cut_answers_which_is_counted_and_en
     RETRIES.take()
     for num_failures in (0, 7):
         remote = RemoteObject(store.filesystem, "bucket/data/small")
-        before = RETRIES.num_total, TRAFFIC.num_gets, TRAFFIC.num_bytes
+        before = RETRIES.num_total
         assert remote.read(0, 1000) == CONTENTS["small"]
-        after = RETRIES.num_total, TRAFFIC.num_gets, TRAFFIC.num_bytes
-        assert after == (before[0] + num_failures, before[1] + 1, before[2] + 1000)
+        assert RETRIES.num_total == before + num_failures
     num_failures = 8
     with pytest.raises(OSError, match=r"^s3://bucket/data/small: the store failed, also when asked again"):
         RemoteObject(store.filesystem, "bucket/data/small").read(0, 1000)

@@ -69,6 +69,9 @@ def test_samples_are_webdatasets_and_their_bytes_lie_where_they_say(tmp_path: Pa
         ({"txt": b"\xff", "json": b'{"caption": "from json"}'}, ("from json", ".txt that cannot be read")),
         ({"txt": b"one\ntwo\n"}, ("one\ntwo", "line breaks in a caption")),
         ({"txt": b"one\ntwo", "json": b'{"captions": ["one", "two"]}'}, ("one", "two")),
+        # Lines are captions where the .json says so; img2dataset's .json has what its .txt has.
+        ({"txt": b"one\n\n two\r\n", "json": b'{"caption": "two"}'}, ("one", "two")),
+        ({"txt": b"one\ntwo", "json": b'{"caption": "one\\ntwo"}'}, ("one\ntwo", "line breaks in a caption")),
     ],
 )
 def test_captions_come_from_a_json_list_else_the_txt_else_the_json(

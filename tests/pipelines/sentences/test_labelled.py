@@ -1,4 +1,4 @@
-"""Labelled sentences: SentEval's files and one's own as they are, and their arrays in the order of the plan, for any rank."""
+"""Labelled sentences: SentEval's files and one's own as they are, and their arrays."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from pipelines.plan import StreamPlan
 from pipelines.sentences.senteval import TASK_NAMES, Examples, LabelledSource, read_labelled, read_task
-from pipelines.stream import RankStream
 from pipelines.text.tokenization import train_wordpiece
 
 
@@ -162,46 +158,3 @@ def test_long_sentences_are_cut_and_counted(tokenizer: PreTrainedTokenizerFast) 
     whole = [len(tokenizer.encode(text)) for text in FIRST]
     assert source.num_cut == sum(length > 6 for length in whole) > 0
     assert source.lengths.tolist() == [min(length, 6) for length in whole]
-
-
-@given(
-    world_size=st.sampled_from([1, 2, 4]),
-    first=st.integers(0, 5),
-    num_batches=st.integers(0, 9),
-    window_size=st.integers(1, 20),
-)
-def test_ranks_read_what_the_plan_says(world_size: int, first: int, num_batches: int, window_size: int) -> None:
-    """Batches of 8 cross the ends of epochs of 13 sentences, and may begin anywhere."""
-    source = LabelledSource(
-        token_ids=np.arange(26, dtype=np.int32).reshape(13, 2),
-        token_types=None,
-        lengths=np.full(13, 2),
-        labels=np.arange(13) % 3,
-        num_cut=0,
-    )
-    plan = StreamPlan(shard_sizes=(6, 0, 7), seed=3, window_size=window_size)
-
-    class Shards:
-        """The source, divided into shards of 6, 0 and 7 sentences."""
-
-        def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> dict[str, np.ndarray]:
-            return source.read(shards, np.array([0, 6, 6])[shards] + rows, epoch)
-
-        def name(self, shard: int, row: int) -> str:
-            return f"{shard}:{row}"
-
-    start, stop = 8 * first, 8 * (first + num_batches)
-    expected = []
-    for window in plan.windows(start, stop):
-        places = np.arange(max(start, window.start), min(stop, window.stop))
-        shards, rows = plan.locate(window, places)
-        expected += (np.array([0, 6, 6])[shards] + rows).tolist()
-    streams = [
-        RankStream(source=Shards(), plan=plan, batch_size=8, rank=rank, world_size=world_size, num_readers=0)
-        for rank in range(world_size)
-    ]
-    found = []
-    for parts in zip(*(stream.batches(start, stop) for stream in streams), strict=True):
-        found += np.concatenate([part["ids"] for part in parts]).tolist()
-        assert [len(part["ids"]) for part in parts] == [8 // world_size] * world_size
-    assert found == expected

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
+import lzma
+import tarfile
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +22,7 @@ from pipelines.stream import Batch, RankStream
 from pipelines.text import prepare as text_preparation
 from pipelines.text.blocks import BlockSource, read_range
 from pipelines.text.manifest import Manifest
-from pipelines.text.packing import PackingConfig
+from pipelines.text.packing import DocumentConfig, PackingConfig
 from pipelines.text.prepare import PrepareConfig, prepare_text
 from pipelines.text.reading import list_parts
 from pipelines.text.tokenization import load_tokenizer
@@ -107,13 +111,18 @@ def test_broken_data_costs_its_records_is_counted_and_named(
     (data / "lines.jsonl").write_bytes(b'this is no JSON\n{"text": "abc"}\n{"text": "  "}\n{"meta": {}}\n')
     (data / "none.jsonl").write_text("\n" * 100)
     manifest = prepare(data, corpus, tmp_path / "prepared", max_bad_share=0.9)
-    kinds = [["truncated_archive"], [], ["invalid_json", "empty_document", "missing_text"], ["empty_archive"]]
+    kinds = [
+        ["truncated_archive", "unread_document"],
+        [],
+        ["invalid_json", "empty_document", "missing_text"],
+        ["empty_archive"],
+    ]
     assert manifest.problems == {kind: 1 for of_archive in kinds for kind in of_archive}
     assert 7 <= manifest.num_documents < 13
     for number, of_archive in enumerate(kinds):
         losses = Path(manifest.directory, f"part-{number:05d}-00000.losses.jsonl").read_text().splitlines()
-        if number < 3:  # that an archive is empty is seen when all its parts are read
-            assert [json.loads(line)["kind"] for line in losses] == of_archive
+        if number < 3:  # what only all archives together show is listed in a file of its own
+            assert [json.loads(line)["kind"] for line in losses] == [k for k in of_archive if k != "unread_document"]
     # Archives in parts of a record or two are the same archives.
     monkeypatch.setattr(text_preparation, "list_parts", partial(list_parts, part_bytes=16))
     parts = prepare(data, corpus, tmp_path / "parts", max_bad_share=0.9)
@@ -122,6 +131,44 @@ def test_broken_data_costs_its_records_is_counted_and_named(
     assert parts.num_documents == manifest.num_documents
     with pytest.raises(TooManyProblemsError, match=r"data\.max_bad_share = 0\.00%.*cut\.jsonl\.zst.*truncated_archive"):
         prepare(data, corpus, tmp_path / "prepared", max_bad_share=0.0)
+
+
+def compress(data: bytes, suffix: str) -> bytes:
+    """Return data compressed as the suffix of a file says; a tar has a member of ten lines after the other."""
+    if suffix == "tar":
+        lines, buffer = data.splitlines(keepends=True), io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w") as archive:
+            for at in range(0, len(lines), 10):
+                info = tarfile.TarInfo(f"{at}.jsonl")
+                info.size = len(content := b"".join(lines[at : at + 10]))
+                archive.addfile(info, io.BytesIO(content))
+        return buffer.getvalue()
+    return {"gz": gzip.compress, "xz": lzma.compress, "zst": zstandard.ZstdCompressor().compress}[suffix](data)
+
+
+@pytest.mark.parametrize("suffix", ["gz", "xz", "zst", "tar"])
+@pytest.mark.parametrize("is_alone", [False, True], ids=["beside whole ones", "alone"])
+def test_what_a_cut_archive_has_lost_is_estimated_and_listed(
+    corpus: Path, tmp_path: Path, suffix: str, is_alone: bool
+) -> None:
+    """Of 300 documents; alone, as many as could be read are taken to be lost, as half of an archive on average is."""
+    data, name = tmp_path / "data", "tar" if suffix == "tar" else f"jsonl.{suffix}"
+    data.mkdir()
+    rng = np.random.default_rng(0)
+    for number in range(1 if is_alone else 3):
+        texts = [" ".join(rng.choice(["ab", "cd", "ef", "gh"], 300)) for _ in range(300)]
+        whole = compress("".join(json.dumps({"text": text}) + "\n" for text in texts).encode(), suffix)
+        (data / f"{number}.{name}").write_bytes(whole if number else whole[: len(whole) // 2])
+    losses = tmp_path / "losses.jsonl"
+    config = PrepareConfig(source=str(data), tokenizer=str(corpus / "tokenizer"), max_bad_share=0.9)
+    layout = DocumentConfig(least_num_tokens=1, vocab_size=len(load_tokenizer(config.tokenizer)))
+    manifest = prepare_text(config, layout, str(tmp_path / "prepared"), losses=str(losses))
+    num_lost = 300 - manifest.archives[0].num_documents
+    assert 100 < num_lost < 200
+    assert manifest.problems["unread_document"] == pytest.approx(num_lost, rel=0.15)
+    *_, last = map(json.loads, losses.read_text().splitlines())
+    assert last["count"] == manifest.problems["unread_document"]
+    assert f"about {last['count']} documents, estimated from " in last["message"]
 
 
 def test_data_without_any_document_is_refused(corpus: Path, tmp_path: Path) -> None:
