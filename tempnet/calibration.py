@@ -15,17 +15,14 @@ Shapes: N contexts (rows), V effective vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tempnet.network_config import TempNetConfig
-from tempnet.oracle import TemperatureCurve, optimal_temperature
-
-Rows = Callable[[], Iterable[Tensor]]
-"""Function that is called once per pass over the sample; it returns the sample's logits in parts (n, V)."""
+from tempnet.oracle import Rows, TemperatureCurve, oracle_moments
 
 # Values of ρ as fractions of log V. The ends are left out: 1 is infeasible, and 0 puts every τ* at τ_max.
 DEFAULT_SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
@@ -52,22 +49,6 @@ class Calibration:
     """Mean and standard deviation of τ*(ρ) over a range of ρ."""
     num_contexts: int
     """Number of contexts in the sample."""
-
-
-def oracle_moments(
-    rows: Rows, rhos: Sequence[float], tau_min: float, tau_max: float
-) -> tuple[list[float], list[float], int]:
-    """Return mean and standard deviation of τ*(ρ) ∈ [τ₀, τ_max] over the sample for every ρ, and its number of contexts."""
-    sums = torch.zeros(2, len(rhos), dtype=torch.float64)
-    num_contexts = 0
-    for logits in rows():
-        num_contexts += len(logits)
-        for index, rho in enumerate(rhos):
-            tau = optimal_temperature(logits, rho, tau_min, tau_max).double()
-            sums[0, index] += tau.sum().cpu()
-            sums[1, index] += tau.square().sum().cpu()
-    means, squares = sums / num_contexts
-    return means.tolist(), (squares - means**2).clamp(min=0).sqrt().tolist(), num_contexts
 
 
 def calibrate_rho(

@@ -9,7 +9,7 @@ Shapes: N rows (tokens, images), K contrasts (for a language model, the effectiv
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,6 +79,10 @@ class SharedOracle:
         return self._solved[key]
 
 
+Rows = Callable[[], Iterable[Tensor]]
+"""Function that is called once per pass over the sample; it returns the sample's logits in parts (n, V)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemperatureCurve:
     """Mean and standard deviation of τ*(ρ) over a sample of logits, from which ρ is chosen without a sweep."""
@@ -101,14 +105,30 @@ def temperature_curve(
     The mean decreases strictly in ρ as long as some row has its optimum inside (τ₀, τ_max). Errors are those of
     :func:`optimal_temperature`.
     """
-    solved = [optimal_temperature(logits, rho, tau_min, tau_max).double() for rho in rhos]
     log_k = log_num_contrasts(logits, torch.float64).mean().item()
+    means, deviations, _ = oracle_moments(lambda: [logits], rhos, tau_min, tau_max)
     return TemperatureCurve(
         rho=tuple(rhos),
         target_entropy=tuple(log_k - rho for rho in rhos),
-        tau_mean=tuple(tau.mean().item() for tau in solved),
-        tau_std=tuple(tau.std(unbiased=False).item() for tau in solved),
+        tau_mean=tuple(means),
+        tau_std=tuple(deviations),
     )
+
+
+def oracle_moments(
+    rows: Rows, rhos: Sequence[float], tau_min: float, tau_max: float
+) -> tuple[list[float], list[float], int]:
+    """Return mean and standard deviation of τ*(ρ) ∈ [τ₀, τ_max] over the sample for every ρ, and its number of contexts."""
+    sums = torch.zeros(2, len(rhos), dtype=torch.float64)
+    num_contexts = 0
+    for logits in rows():
+        num_contexts += len(logits)
+        for index, rho in enumerate(rhos):
+            tau = optimal_temperature(logits, rho, tau_min, tau_max).double()
+            sums[0, index] += tau.sum().cpu()
+            sums[1, index] += tau.square().sum().cpu()
+    means, squares = sums / num_contexts
+    return means.tolist(), (squares - means**2).clamp(min=0).sqrt().tolist(), num_contexts
 
 
 def best_constant_temperature(logits: Tensor, rho: float, tau_min: float = 0.001, tau_max: float = 2.0) -> float:

@@ -9,7 +9,7 @@ those of training. Shapes: n samples, d dimensions of an embedding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,28 +52,26 @@ class ImageTextEncoder:
     @torch.inference_mode()
     def encode_images(self, images: Sequence[Any], *, batch_size: int = 64) -> Tensor:
         """Return unit vectors (n, d) in float32 on the CPU of images: PIL images, or uint8 arrays (height, width, 3)."""
-        rows = [self.model.encode_pixels(self._pixels(images[at : at + batch_size])).cpu()
-                for at in range(0, len(images), batch_size)]  # fmt: skip
-        return torch.cat(rows) if rows else torch.empty(0, self.model.config.embedding_size)
+
+        def encode(some: list[Any]) -> Tensor:
+            return self.model.encode_pixels(self.processor(some, return_tensors="pt")["pixel_values"].to(self._device))
+
+        return self._in_batches(encode, images, batch_size)
 
     @torch.inference_mode()
     def encode_texts(self, texts: Sequence[str], *, batch_size: int = 64) -> Tensor:
         """Return unit vectors (n, d) in float32 on the CPU of texts, truncated to the length of training."""
-        rows = []
-        for at in range(0, len(texts), batch_size):
-            tokens = self.tokenizer(
-                list(texts[at : at + batch_size]),
-                truncation=True,
-                max_length=self.model.config.num_text_tokens,
-                padding=True,
-                return_tensors="pt",
-            )
-            ids, mask = tokens["input_ids"].to(self._device), tokens["attention_mask"].to(self._device)
-            rows.append(self.model.encode_texts(ids, mask).cpu())
-        return torch.cat(rows) if rows else torch.empty(0, self.model.config.embedding_size)
+        options: dict[str, Any] = {"truncation": True, "max_length": self.model.config.num_text_tokens, "padding": True}
 
-    def _pixels(self, images: Sequence[Any]) -> Tensor:
-        return self.processor(list(images), return_tensors="pt")["pixel_values"].to(self._device)
+        def encode(some: list[str]) -> Tensor:
+            tokens = self.tokenizer(some, return_tensors="pt", **options).to(self._device)
+            return self.model.encode_texts(tokens["input_ids"], tokens["attention_mask"])
+
+        return self._in_batches(encode, texts, batch_size)
+
+    def _in_batches(self, encode: Callable[[list[Any]], Tensor], items: Sequence[Any], batch_size: int) -> Tensor:
+        rows = [encode(list(items[at : at + batch_size])).cpu() for at in range(0, len(items), batch_size)]
+        return torch.cat(rows) if rows else torch.empty(0, self.model.config.embedding_size)
 
     @property
     def _device(self) -> torch.device:
