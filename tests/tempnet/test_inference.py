@@ -190,19 +190,6 @@ def test_nothing_is_cut_off_by_default() -> None:
     assert len(set(cut.sequences[:, -1].tolist())) <= 5
 
 
-def test_a_fold_made_once_serves_many_calls() -> None:
-    base, network = make_base("llama"), make_tempnet()
-    fold = CachedFold.of(base, network)
-    first, second = (
-        generate(base, network, fold=fold, input_ids=torch.tensor([prompt]), max_new_tokens=2, top_k=1)
-        for prompt in PROMPTS[:2]
-    )
-    again = generate(base, network, input_ids=torch.tensor([PROMPTS[1]]), max_new_tokens=2, top_k=1)
-    assert first.sequences.shape[1] == len(PROMPTS[0]) + 2
-    assert second.sequences.tolist() == again.sequences.tolist()
-    assert not base.get_output_embeddings()._forward_pre_hooks
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

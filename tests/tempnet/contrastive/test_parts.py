@@ -17,22 +17,9 @@ from torch.nn.functional import normalize
 
 from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig
 from tempnet.contrastive.losses import ContrastiveOutput, LearnedTemperature, held_out_losses, momentum_step
-from tempnet.contrastive.normalisers import Repeats
 from tempnet.contrastive.state import SampleState, World
 from tempnet.contrastive.statistics import PairStatistics
 from tempnet.contrastive.step import cyclic_terms
-
-
-def test_repeats_are_averaged_in_log_space() -> None:
-    ids = torch.tensor([4, 9, 4, 2, 4])
-    values = torch.tensor([[1.0, -3.0, 700.0, 5.0, 699.0]], dtype=torch.float64)
-    counts = torch.tensor([True, True, True, False, True])
-    mean = Repeats(ids).log_mean_exp(values, counts)
-    expected = torch.tensor([1.0, 700.0, 699.0], dtype=torch.float64).logsumexp(0) - math.log(3)
-    assert torch.allclose(mean[0, [0, 2, 4]], expected)
-    assert mean[0, 1] == -3.0
-    assert torch.isneginf(mean[0, 3])
-    assert Repeats(ids).mean(values, counts)[0].tolist() == pytest.approx([1400 / 3, -3, 1400 / 3, 0, 1400 / 3])
 
 
 @pytest.mark.parametrize(
@@ -158,15 +145,6 @@ def whole(states: list[SampleState], name: str) -> Tensor:
     for rank, state in enumerate(states):
         column[:, rank :: len(states)] = state.columns[name]
     return column
-
-
-def test_what_is_written_is_read() -> None:
-    state = SampleState(10, COLUMNS)
-    ids = torch.tensor([7, 0, 7])
-    state.update(ids, {"log_u": torch.tensor([[1.0, 2.0, 1.0], [3.0, 4.0, 3.0]])})
-    read = state.read(torch.tensor([1, 7, 0]))
-    assert torch.equal(read["log_u"], torch.tensor([[-math.inf, 1.0, 2.0], [-math.inf, 3.0, 4.0]]))
-    assert (read["tau"] == torch.tensor(0.01)).all()
 
 
 @given(num_samples=st.integers(1, 40), size=st.integers(1, 5), seed=st.integers(0, 1000))

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
-from scipy.stats import t as student
 from sklearn.metrics import log_loss
 from torch import Tensor
 from transformers import (
@@ -29,7 +28,6 @@ from tempnet.decoders.measures import (
     Scores,
     distinct_correct,
     distinct_n,
-    mean_interval,
     pass_at_k,
     samples_at_equal_cost,
     score_tokens,
@@ -377,11 +375,3 @@ def test_answers_are_counted_and_not_samples_of_which_longer_texts_get_fewer() -
     assert distinct_correct(["1", "1", "2", "3", None], [True, True, True, False, False]) == 2
     for length, expected in ((20.0, 8), (40.0, 4), (5.0, 16), (900.0, 1)):
         assert samples_at_equal_cost(8, length, 20.0, 16) == expected
-
-
-def test_the_interval_of_prompts_is_the_textbook_one() -> None:
-    values = np.random.default_rng(0).normal(size=25)
-    found = mean_interval([*values, math.nan])
-    assert found.mean == pytest.approx(values.mean())
-    assert found.half_width == pytest.approx(student.ppf(0.975, 24) * values.std(ddof=1) / 5)
-    assert math.isnan(mean_interval([math.nan]).mean)

@@ -329,18 +329,6 @@ def test_prototypes_are_transformed_samples_of_their_own_modality() -> None:
         make_module("clip").init_prototypes(images, texts)
 
 
-def test_predicted_temperatures_are_those_of_the_loss() -> None:
-    module = make_module("tempnet").eval()
-    batch = pairs()
-    image = module.encoder.encode_images(batch["images"])
-    text = module.encoder.encode_texts(batch["input_ids"], batch["attention_mask"])
-    tau = torch.stack(module.predict_temperatures(image, text))
-    assert not tau.requires_grad
-    torch.testing.assert_close(tau, module(**batch, gamma=1.0)["tau"])
-    of_images, of_texts = module.predict_temperatures(image[:3], text)
-    assert (len(of_images), len(of_texts)) == (3, NUM_PAIRS)
-
-
 def test_a_tempnet_without_projection_has_no_prototypes_and_one_of_another_size_is_refused() -> None:
     config = ContrastiveLossConfig.for_name("tempnet", rho=1.2)
     right, wrong = (TempNet(TempNetConfig.for_embeddings(dim, rho=1.2, projection=False)) for dim in (6, 8))

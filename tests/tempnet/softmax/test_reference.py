@@ -143,15 +143,3 @@ def test_bad_values_are_refused() -> None:
     assert math.isfinite(
         language_model_loss(torch.zeros(1, 20), torch.zeros(1).long(), TemperatureLossConfig(name="ce", rho=10.0))[0]
     )
-
-
-def test_the_proper_score_has_tau_times_the_derivative_of_the_cross_entropy_in_log_tau() -> None:
-    torch.manual_seed(1)
-    logits = 3 * torch.randn(NUM_TOKENS, VOCABULARY, dtype=torch.float64)
-    targets = torch.randint(VOCABULARY, (NUM_TOKENS,))
-    log_tau = torch.randn(NUM_TOKENS, dtype=torch.float64).requires_grad_()
-    slopes = []
-    for name in ("proper", "ts_ce"):
-        losses = token_losses(logits, targets, log_tau.exp(), TemperatureLossConfig(name=name, rho=0.0))
-        slopes.append(torch.autograd.grad(losses.sum(), log_tau)[0])
-    torch.testing.assert_close(slopes[0], log_tau.exp().detach() * slopes[1], rtol=1e-12, atol=1e-12)
