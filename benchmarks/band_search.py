@@ -20,7 +20,7 @@ import numpy as np
 import tyro
 
 from benchmarks.measure import print_setting, print_table
-from jobs.engine.watch import Validation
+from jobs.engine.worker import Validation
 from jobs.studies.sweeps.band_search import PRIOR_SLOPE, search_band
 from jobs.studies.sweeps.search import Axes, Point, PointResult
 from jobs.studies.sweeps.stopping import BandRule, Halving

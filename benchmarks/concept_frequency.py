@@ -27,7 +27,7 @@ import tyro
 from safetensors.torch import load_file
 from torch import Tensor
 
-from jobs.engine.checkpoint_files import count_writers
+from jobs.engine.resumption import count_writers
 from jobs.tasks.presets.clip import SAMPLE_IMAGES
 from pipelines.images.archives import list_image_archives
 from pipelines.images.manifest import ImageManifest, read_index

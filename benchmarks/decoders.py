@@ -28,7 +28,7 @@ from torch import Tensor
 
 from benchmarks.miscalibrated import make_model, train, word_tokenizer
 from benchmarks.product_paths import NUM_NEW_TOKENS, WORDS, check, draw_texts, prompt_of, split_targets, tokens_of
-from jobs.engine.tables import markdown_table
+from jobs.engine.description import markdown_table
 from jobs.scoring.decoders.model import SampledText
 from jobs.scoring.decoders.report import conclusion, figures, pair, plot, table
 from jobs.scoring.decoders.worker import BenchSettings, BenchWorker, run_bench

@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from jobs.engine.description import markdown_table
 from jobs.engine.metrics import metric_history
-from jobs.engine.tables import markdown_table
 from jobs.engine.tracking import TrackedRun
 
 Value = TypeVar("Value")

@@ -32,7 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from benchmarks.headroom import World, optimise
 from benchmarks.measure import print_setting, print_table
 from benchmarks.miscalibrated import CONTEXT_LENGTH, split_words, train_on_stream
-from jobs.engine.rivals import beats
+from jobs.engine.baselines import beats
 from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.headroom.report import figures, milli
 from jobs.scoring.headroom.tables import read_measured

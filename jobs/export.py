@@ -45,11 +45,9 @@ def main(arguments: Sequence[str]) -> int:
         job = tyro.cli(ExportJob, args=arguments, prog="python -m jobs.export", description=__doc__)
     from dataclasses import replace
 
-    from ray.train import TrainingFailedError
-
+    from jobs.engine.export import configuration_from, configure, find_checkpoint, make_late_export, read_task
+    from jobs.engine.failures import FatalTrainingError
     from jobs.engine.fields import absolute_path
-    from jobs.engine.job import FatalTrainingError
-    from jobs.engine.late_export import configuration_from, configure, find_checkpoint, make_late_export, read_task
 
     try:
         directory = absolute_path(job.run).rstrip("/")
@@ -68,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
         make_late_export(plan, late)
     except (ValueError, OSError) as error:
         fail(str(error))
-    except (FatalTrainingError, TrainingFailedError) as error:
+    except FatalTrainingError as error:
         fail(str(error), FAILED)
     print(f"step {late.step} of {job.run} is exported to {late.output}")
     return 0

@@ -23,7 +23,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status: 1 if a file could not be made."""
     config, dry_run = parse_preset(PRESETS, arguments, job="prepare_features", purpose=(__doc__ or "").splitlines()[0])
     # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
-    from jobs.engine.preflight import check_machine, check_room, check_writable
+    from jobs.engine.cluster import check_machine
+    from jobs.engine.preflight import check_room, check_writable
     from jobs.scoring.units import ScoringFailedError
     from pipelines.problems import TooManyProblemsError
 

@@ -17,7 +17,7 @@ import tyro
 
 from jobs.engine.command_line import fail, refusals_on_one_line, run_job, show
 from jobs.engine.config import RunSection
-from jobs.engine.tables import markdown_table
+from jobs.engine.description import markdown_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,6 @@ from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import ray
-import ray.data
-from ray.data import DataContext
 
 from pipelines.plan import ShuffleWindow, StreamPlan, rank_places
 from pipelines.store_errors import RETRIES
@@ -183,7 +181,9 @@ class RankStream:
                     retries[:1] = RETRIES.take()
                     yield batch | {_RETRIES: retries}
 
-        context = DataContext.get_current()
+        import ray.data  # Here, because a run that reads in its own process need not import it.
+
+        context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
         # Training may pause for a long time, for example during validation; Ray Data must not abort the stream then.
         context.execution_no_progress_timeout_s = 7 * 24 * 3600

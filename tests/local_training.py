@@ -12,7 +12,6 @@ import os
 import tempfile
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,12 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from jobs.engine.checkpoint import upload_part
-from jobs.engine.config import TrainingConfig
-from jobs.engine.job import WorkerJob
-from jobs.engine.resumption import checkpoint_name, record_checkpoint, start_checkpoint
-from jobs.engine.worker import train_from_newest
-from jobs.engine.worker_context import Terminal, WorkerContext
+from jobs.engine.worker import DirectoryReport, WorkerJob, train_here
 
 Call = Callable[..., list[Any]]
 
@@ -160,11 +154,11 @@ def history(file: Path | str) -> dict[int, tuple[float, int]]:
 def train_plan(
     rank: int, world_size: int, make: Callable[[], Any], file: str, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Prepare the plan that `make` returns and train it as :func:`train_locally` does; write its report.
+    """Prepare the plan that `make` returns and train it in this process; write its report.
 
     Args:
         file: where the steps are recorded.
-        settings: `watch` of the job, `terminal` of the context.
+        settings: fields of the job.
     """
     from jobs.engine.recording import finish
 
@@ -179,65 +173,17 @@ def train_plan(
     if rank == 0:
         Path(config.run.directory).mkdir(parents=True, exist_ok=True)
         prepared.write_records(config.run.directory)
-    job = WorkerJob(
-        create_task=partial(recording, prepared.create_task, file),
-        tracked_run=None,
-        mailbox=None,
-        with_bar=False,
-        watch=settings.get("watch"),
-    )
-    result = train_locally(job, config, rank=rank, world_size=world_size, terminal=settings.get("terminal"))
+    job = WorkerJob(create_task=partial(recording, prepared.create_task, file), **settings)
+    result = train_here(job, config, NotedReport(config))
     return finish(plan, prepared, None, result) if "num_steps" in result else result
 
 
-def train_locally(
-    job: WorkerJob, config: TrainingConfig, *, rank: int = 0, world_size: int = 1, terminal: Terminal | None = None
-) -> dict[str, Any]:
-    """Train from the newest checkpoint that is whole, and return what `jobs.engine.worker.train_from_newest` does.
-
-    All processes of the run call this; PyTorch's default process group must exist.
-
-    Args:
-        job: what to train.
-        config: configuration of the run.
-        rank: rank of this process.
-        world_size: number of processes.
-        terminal: where progress is shown; None: lines are printed.
-    """
-    context = WorkerContext(
-        rank=rank,
-        world_size=world_size,
-        local_world_size=world_size,
-        report=DirectoryReport(config, rank=rank, world_size=world_size),
-        agree=agree,
-        terminal=terminal,
-    )
-    return train_from_newest(job, context, directory=config.run.directory, checkpoint=start_checkpoint(config.run))
-
-
-def agree(value: Any) -> Any:
-    """Return what the first process passes."""
-    values = [value]
-    dist.broadcast_object_list(values)
-    return values[0]
-
-
-class DirectoryReport:
-    """Copies the parts of a checkpoint into the run's directory, and deletes the oldest checkpoints; see `Report`."""
-
-    def __init__(self, config: TrainingConfig, *, rank: int, world_size: int) -> None:
-        self._run, self._rank, self._world_size = config.run, rank, world_size
-        self._group = agree(uuid.uuid4().hex)
+class NotedReport(DirectoryReport):
+    """Also notes what is reported in `reported.jsonl` of the run's directory."""
 
     def __call__(self, metrics: Mapping[str, float], directory: Path | None, *, step: int) -> None:
-        """Store this rank's part; all ranks return when the checkpoint is whole."""
-        if self._rank == 0:
+        """Store this rank's part of a checkpoint."""
+        if dist.get_rank() == 0:
             with open(f"{self._run.directory}/reported.jsonl", "a") as lines:
                 lines.write(f"{json.dumps({'step': step, **metrics})}\n")
-        if directory is None:
-            return
-        uri = f"{self._run.directory}/{checkpoint_name(step)}"
-        upload_part(directory, uri, rank=self._rank, world_size=self._world_size, group=self._group)
-        dist.barrier()
-        if self._rank == 0:
-            record_checkpoint(self._run.directory, checkpoint_name(step), num_kept=self._run.num_checkpoints_kept)
+        super().__call__(metrics, directory, step=step)

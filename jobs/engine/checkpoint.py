@@ -2,7 +2,7 @@
 
 A checkpoint directory holds DeepSpeed's shards (both networks, both optimizers, schedules), what the task adds to them
 (per-sample state), `state.json` with the step and the counters of the run, and a list of files from every worker
-(`jobs.engine.checkpoint_files`), which is used to detect damage. The random number generators need no saved state
+(`jobs.engine.resumption`), which is used to detect damage. The random number generators need no saved state
 because they are reseeded at every step. Every rank writes a directory; together they are the checkpoint. Only tensors, plain
 containers and DeepSpeed's own records are ever unpickled from a checkpoint.
 """
@@ -16,8 +16,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -31,16 +31,14 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from jobs.engine.checkpoint_files import find_changed_file, write_file_list
 from jobs.engine.config import TrainingConfig
 from jobs.engine.deepspeed_engine import keeping_settings
-from jobs.engine.failures import naming_full_disk, naming_refused_write
-from jobs.engine.job import FatalTrainingError
-from jobs.engine.reshard import load_moments, load_partitions
-from jobs.engine.worker_context import WorkerContext
+from jobs.engine.failures import FatalTrainingError, naming_full_disk, naming_refused_write
+from jobs.engine.resumption import find_changed_file, write_file_list
+from jobs.engine.worker import WorkerContext
 from pipelines.storage import resolve
 
 # Pickle this enum by value, as Python 3.11.7 does. Python 3.11.2 (Debian 12) pickles enum members as a call of getattr,
@@ -86,11 +84,7 @@ class DamagedCheckpointError(RuntimeError):
 
 
 class SafeCheckpointEngine(TorchCheckpointEngine):
-    """Reads DeepSpeed's checkpoint files with `weights_only=True`, and writes them so that a full disk is recognised.
-
-    Args:
-        frozen: names of weights that are left out because they are not trained.
-    """
+    """Reads DeepSpeed's checkpoint files with `weights_only=True`, and writes them so that a full disk is recognised."""
 
     def __init__(self, frozen: frozenset[str] = frozenset()) -> None:
         super().__init__()
@@ -117,16 +111,7 @@ def save_checkpoint(
     context: WorkerContext,
     metrics: Mapping[str, float],
 ) -> None:
-    """Write this rank's part of a checkpoint and report it (`WorkerContext.report`); all ranks must call this.
-
-    Args:
-        save_more: writes the task's own state into the given directory.
-        context: this worker's place among the workers.
-        metrics: reported with it.
-
-    Raises:
-        DiskFullError: if there is no room for the local copy.
-    """
+    """Write this rank's part of a checkpoint and report it (`WorkerContext.report`); all ranks must call this."""
     directory = Path(tempfile.mkdtemp(dir=_process_directory()))
     engine.checkpoint_engine = SafeCheckpointEngine(frozen_names(engine.module))
     try:
@@ -168,19 +153,7 @@ def _process_directory() -> Path:
 
 
 def upload_part(directory: Path, uri: str, *, rank: int, world_size: int, group: str) -> None:
-    """List the files of a rank's part of a checkpoint, copy them to the run's storage, and delete them here in any case.
-
-    Args:
-        directory: local directory of this rank's part.
-        uri: path or URI of the checkpoint.
-        rank: rank of this worker.
-        world_size: number of workers.
-        group: see `write_file_list`.
-
-    Raises:
-        DiskFullError, RefusedWriteError: naming what cannot be written.
-        OSError: if the storage fails otherwise.
-    """
+    """List the files of a rank's part of a checkpoint, copy them to the run's storage, and delete them here in any case."""
     filesystem, place = resolve(uri)
     try:
         with naming_full_disk(directory):
@@ -203,11 +176,7 @@ def frozen_names(module: nn.Module) -> frozenset[str]:
 
 
 def check_checkpoint(directory: Path, *, rank: int, world_size: int, group: dist.ProcessGroup | None) -> None:
-    """Verify the digests of all files; each worker checks its share. All ranks must call this.
-
-    Raises:
-        DamagedCheckpointError: on all ranks, if any file differs from its digest.
-    """
+    """Verify the digests of all files; each worker checks its share. All ranks must call this."""
     problems: list[str] = [""] * world_size
     dist.all_gather_object(problems, find_changed_file(directory, rank=rank, world_size=world_size), group=group)
     if any(problems):
@@ -219,9 +188,6 @@ def read_state(directory: Path, config: TrainingConfig, *, order_version: int) -
 
     What concerns the other run alone is left out if a run starts from another one's checkpoint: the rating of that run's
     export, its unsent metrics, its repeated requests and its batches.
-
-    Raises:
-        FatalTrainingError: if the program that wrote the checkpoint read the data in an order of another version.
     """
     values = json.loads((directory / _STATE_FILE).read_text())
     if isinstance(counts := values.get("store_retries"), dict):  # earlier versions counted by store and reason
@@ -245,11 +211,6 @@ def load_checkpoint(
 
     Learning rates, weight decay and AdamW's other settings are those of the engine, not those that the checkpoint holds,
     which may be another run's.
-
-    Args:
-        load_more: restores the task's own state, given the directory and `num_writers`.
-        num_writers: how many workers wrote the checkpoint. The directory may also hold files of higher ranks, left by a
-            larger group of workers that was killed while it wrote the same step.
     """
     engine.checkpoint_engine = SafeCheckpointEngine()
     is_divided = num_writers != engine.dp_world_size and engine.zero_optimization()
@@ -274,3 +235,125 @@ def _optimizers(engine: Any) -> list[tuple[Any, LambdaLR]]:
     if isinstance(engine, DeepSpeedEngine):
         return [(engine.optimizer, engine.lr_scheduler)]
     return list(zip(engine.optimizers, engine.schedulers, strict=True))
+
+
+# ---- on another number of workers than wrote it, which DeepSpeed refuses ---------------------------------------------
+#
+# ZeRO 1 and 2 flatten every parameter group into one vector and partition it among the workers. A checkpoint records where
+# each parameter's fragment lies in each partition, so the moments of whole parameters can be reassembled here.
+#
+# ZeRO 3 partitions every parameter by itself: worker r of W holds the values r·⌈n/W⌉ to (r + 1)·⌈n/W⌉ of its n values, the
+# last of them padded with zeros, and its vectors are these pieces of all parameters in a row.
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def load_moments(engine: DeepSpeedEngine, directory: Path, read: Callable[[str], Any], *, num_writers: int) -> None:
+    """Set AdamW's moments and step count from the partitions of all workers that wrote the checkpoint."""
+    files = _parts(directory, num_writers)
+    moments, num_steps = _whole_moments([read(str(file))["optimizer_state_dict"] for file in files])
+    zero = engine.optimizer
+    names = {parameter: name for name, parameter in engine.module.named_parameters()}
+    for group, flat_weights in enumerate(zero.single_partition_of_fp32_groups):
+        state = {key: torch.zeros_like(flat_weights) for key in MOMENTS}
+        for parameter in zero.bit16_groups[group]:
+            mapping = parameter._hp_mapping
+            if mapping is None:  # other workers hold the whole parameter
+                continue
+            wanted, place = mapping.lp_fragment_address, mapping.hp_fragment_address
+            for key in MOMENTS:
+                fragment = moments[names[parameter]][key][wanted.start : wanted.start + wanted.numel]
+                state[key][place.start : place.start + place.numel] = fragment
+        zero.optimizer.state[flat_weights] = {"step": num_steps.clone(), **state}
+
+
+def _whole_moments(parts: list[dict[str, Any]]) -> tuple[dict[str, dict[str, Tensor]], Tensor]:
+    """Return parameter name → moment name → whole flat moment (n,), and the number of optimizer steps taken."""
+    fragments: dict[str, dict[str, list[Tensor]]] = {}
+    num_steps = torch.zeros(())
+    for part in parts:
+        states = part["base_optimizer_state"]["state"]
+        for group, mapping in enumerate(part["param_slice_mappings"]):
+            for name, place in mapping.items():
+                kept = fragments.setdefault(name, {key: [] for key in MOMENTS})
+                for key in MOMENTS:
+                    kept[key].append(states[group][key].flatten()[place.start : place.start + place.numel])
+                num_steps = torch.as_tensor(states[group]["step"])
+    whole = {name: {key: torch.cat(pieces) for key, pieces in kept.items()} for name, kept in fragments.items()}
+    return whole, num_steps
+
+
+def load_partitions(engine: DeepSpeedEngine, directory: Path, read: Callable[[str], Any], *, num_writers: int) -> None:
+    """Load a checkpoint under ZeRO 3, with weights and optimizer state from the partitions of all workers that wrote it.
+
+    The arguments are those of :func:`load_moments`; all workers must call this.
+    """
+    zero = engine.optimizer
+    saved = [read(str(file))["optimizer_state_dict"] for file in _parts(directory, num_writers)]
+    sizes = [parameter.ds_numel for group in zero.fp16_groups for parameter in group]
+    lengths = [len(flat) for flat in zero.fp32_partitioned_groups_flat]
+    rank, world_size = engine.global_rank, engine.dp_world_size
+
+    def divide(vectors: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+        whole = [torch.cat(list(groups)) for groups in vectors]
+        return repartition(whole, sizes, rank=rank, world_size=world_size).split(lengths)
+
+    states = [part["optimizer_state_dict"]["state"] for part in saved]
+    moments = {key: divide([[state[group][key] for group in sorted(state)] for state in states]) for key in MOMENTS}
+    num_steps = states[0][0]["step"]
+    zero._set_fp32_optimizer_param_groups()
+    optimizer = zero.optimizer.state_dict()
+    zero._clear_fp32_optimizer_param_groups()
+    optimizer["state"] = {
+        group: {"step": num_steps.clone(), **{key: moments[key][group] for key in MOMENTS}}
+        for group in range(len(lengths))
+    }
+    zero.checkpoint_event_prologue()
+    with _with_own_file(directory, rank=rank, num_writers=num_writers) as place:
+        # `load_checkpoint` would look for the partitions too.
+        engine._load_checkpoint(str(place), directory.name, load_module_strict=False)
+    zero._rigid_load_state_dict(
+        saved[0]
+        | {"optimizer_state_dict": optimizer, "fp32_flat_groups": divide([part["fp32_flat_groups"] for part in saved])}
+    )
+    zero.checkpoint_event_epilogue()
+
+
+def repartition(vectors: Sequence[Tensor], sizes: Sequence[int], *, rank: int, world_size: int) -> Tensor:
+    """Return a worker's vector from those of all workers of a group of another size."""
+    pieces, at = [], 0
+    for size in sizes:
+        old, new = (-(-size // count) for count in (len(vectors), world_size))
+        whole = vectors[0].new_zeros(max(old * len(vectors), new * world_size))
+        whole[: old * len(vectors)] = torch.cat([vector[at : at + old] for vector in vectors])
+        whole[size:] = 0
+        pieces.append(whole[rank * new : (rank + 1) * new])
+        at += old
+    return torch.cat(pieces) if pieces else torch.zeros(0)
+
+
+@contextmanager
+def _with_own_file(directory: Path, *, rank: int, num_writers: int) -> Iterator[Path]:
+    """Yield a directory in which DeepSpeed finds, under the name of this rank, what a rank that wrote has saved beside
+    its partitions: schedules, buffers and counters, which are the same on all ranks.
+    """
+    with tempfile.TemporaryDirectory(prefix="tempnet-checkpoint-") as name:
+        (view := Path(name) / directory.name).mkdir()
+        file = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
+        (view / file.format(rank)).symlink_to((directory / file.format(rank % num_writers)).resolve())
+        yield Path(name)
+
+
+def _parts(directory: Path, num_writers: int) -> list[Path]:
+    """Return the optimizer files of all writers in the order of their ranks.
+
+    Files of higher ranks are ignored: an earlier, larger group of workers left them.
+    """
+
+    def rank(file: Path) -> int:
+        return int(file.name.split("zero_pp_rank_")[1].split("_")[0])
+
+    files = [file for file in directory.glob("*zero_pp_rank_*_optim_states.pt") if rank(file) < num_writers]
+    if len(files) != num_writers:
+        raise FileNotFoundError(f"{directory} holds {len(files)} of {num_writers} workers' optimizer states")
+    return sorted(files, key=rank)

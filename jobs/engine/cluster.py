@@ -46,26 +46,9 @@ _MIN_STARTUP_CONCURRENCY = 6
 # Ray's sockets lie in DIRECTORY/ray/session_DATE_TIME_MICROSECONDS_PID/sockets; the path of a socket has at most 107 bytes.
 _MAX_DIRECTORY_BYTES = 107 - len("/ray/session_2026-01-31_23-59-59_123456_4194304/sockets/plasma_store")
 
-# Set for workers that compute on CPUs. Ray runs their code in a thread, where glibc returns every freed megabyte to the
-# kernel and gets it back as zeroed pages, which costs a small step at least a quarter of its time (benchmarks/README.md).
-# A single arena that keeps its memory avoids this. TORCHDYNAMO_DISABLE is set because nothing is compiled here, but DeepSpeed
-# imports its Muon optimizer in any case, which would load torch's compiler and delay every start by a second or more.
-CPU_ENVIRONMENT = {
-    "TORCHDYNAMO_DISABLE": "1",
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-    "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
-    "MALLOC_TOP_PAD_": str(256 << 20),
-}
-
 
 def start_ray() -> None:
-    """Connect to $RAY_ADDRESS (set by `ray job submit`), or start Ray on this machine.
-
-    Raises:
-        ConnectionError, OSError: see :func:`check_machine`.
-        TimeoutError: if a local Ray does not start within Ray's own limit of 30 s in any of `_NUM_STARTS` attempts.
-    """
+    """Connect to $RAY_ADDRESS (set by `ray job submit`), or start Ray on this machine."""
     if ray.is_initialized():
         return
     for name, value in _ENVIRONMENT.items():
@@ -80,12 +63,7 @@ def start_ray() -> None:
 
 
 def check_machine() -> str:
-    """Check that a job can start a Ray of its own here, or that the cluster of $RAY_ADDRESS answers; return its address.
-
-    Raises:
-        ConnectionError: if nothing answers at that address for `_SECONDS_TO_ANSWER`.
-        OSError: if no directory can be used for what Ray writes; the message names the variable to set.
-    """
+    """Check that a job can start a Ray of its own here, or that the cluster of $RAY_ADDRESS answers; return its address."""
     address = os.environ.get("RAY_ADDRESS", "")
     if address == "auto":
         # Ray would join any Ray of this machine, such as one that another job has started for itself and will end.
@@ -106,9 +84,6 @@ def private_directory() -> Path:
     """Return the directory below which the user's jobs have what their Rays write; nobody else can enter it.
 
     Ray opens its own directories to all users as soon as a worker has a `runtime_env`.
-
-    Raises:
-        OSError: if there can be none; the message names the variable to set.
     """
     places = [os.environ.get("RAY_TMPDIR", ""), tempfile.gettempdir(), "/tmp"]
     for place in filter(None, places):
@@ -225,9 +200,6 @@ def ensure_token() -> None:
     would be let in, and the job would wait for its workers for ever.
 
     Nothing is made if the token comes from the environment, or if RAY_AUTH_MODE turns tokens off.
-
-    Raises:
-        OSError: if it cannot be written there either.
     """
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
         return
@@ -257,15 +229,7 @@ def _make_token(path: Path) -> None:
 
 
 def check_placement(field: str, resources: Mapping[str, float]) -> None:
-    """Check that some node of the cluster has the custom resources of a task, which would wait for ever otherwise.
-
-    Args:
-        field: name of the setting that the resources come from, for the error message.
-        resources: the resources of the task by name.
-
-    Raises:
-        ValueError: if no node has them; the message shows what is needed and what the nodes have.
-    """
+    """Check that some node of the cluster has the custom resources of a task, which would wait for ever otherwise."""
     if not resources:
         return
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -288,19 +252,7 @@ def check_resources(
     gpus_per_worker: int = 1,
     total: Mapping[str, float] | None = None,
 ) -> None:
-    """Check that the cluster is large enough for the run.
-
-    Args:
-        num_workers: number of workers.
-        cpus_per_worker: logical CPUs of each.
-        use_gpu: whether they compute on GPUs.
-        data_cpus: logical CPUs that reading data takes.
-        gpus_per_worker: GPUs of each worker that computes on GPUs.
-        total: resources of this machine, where Ray is not running yet; None: those of the cluster that runs.
-
-    Raises:
-        ValueError: if the run can never be scheduled; the message shows what is needed and what exists.
-    """
+    """Check that the cluster is large enough for the run."""
     place = "the cluster has" if total is None else "this machine has"
     total = ray.cluster_resources() if total is None else total
     needed = num_workers * cpus_per_worker + data_cpus

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import gc
 import io
 import itertools
+import json
 import os
+import re
 import select
 import shlex
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import tyro
 
-from jobs.engine.config_file import PRESET, apply_config_file, read_config_file, save_config_file
-from jobs.engine.garbage import collect_seldom
-from jobs.engine.hints import job_of, with_hint
-from jobs.engine.identity import flat_fields
-from jobs.engine.locked import LOCKED_VARIABLE, check_locked
+from jobs.engine.identity import PRESET, apply_config_file, flat_fields, read_config_file, save_config_file
 from jobs.engine.masking import masked, printable
+from jobs.engine.revision import LOCKED_VARIABLE, check_locked
 from tempnet.command import COMMAND_VARIABLE
 
 Config = TypeVar("Config")
@@ -40,15 +42,9 @@ def parse_preset(
 ) -> tuple[Config, bool]:
     """Parse the arguments into a configuration and whether a dry run is wanted; `--help` lists the presets.
 
-    `--config FILE` sets fields of the preset first, and `--save FILE` writes all of them (`jobs.engine.config_file`).
+    `--config FILE` sets fields of the preset first, and `--save FILE` writes all of them (`jobs.engine.identity`).
 
     Exits the process with a message on an unknown preset or field, or if the configuration refuses a value.
-
-    Args:
-        presets: preset name → function that returns its configuration.
-        arguments: the command-line arguments.
-        job: the command's module, as `--help` shows it: a module of `jobs`, or one of another package with its full name.
-        purpose: what the command does, as `--help` shows it.
     """
     command = f"python -m {job if '.' in job else f'jobs.{job}'}"
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -150,7 +146,9 @@ def refusals_on_one_line() -> Iterator[None]:
 
 def run_job(main: Callable[[Sequence[str]], int]) -> NoReturn:
     """Run a job on the arguments of this process and exit with its status."""
-    collect_seldom()
+    # The imports of a job leave a million objects, hardly any of them garbage, and Python would look through them again and
+    # again.
+    gc.set_threshold(10_000)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` ends a job as Ctrl-C does
     reach_loopback_directly(os.environ)
     if os.environ.get(LOCKED_VARIABLE):
@@ -174,11 +172,7 @@ def run_job(main: Callable[[Sequence[str]], int]) -> NoReturn:
 
 
 def reach_loopback_directly(variables: MutableMapping[str, str]) -> None:
-    """Have this machine's own servers reached without a proxy, which cannot reach them.
-
-    Args:
-        variables: environment variables; `no_proxy` is completed if there is a proxy.
-    """
+    """Have this machine's own servers reached without a proxy, which cannot reach them."""
     if not any(variables.get(name) for name in (*_PROXIES, *map(str.upper, _PROXIES))):
         return
     for name in ("no_proxy", "NO_PROXY"):
@@ -200,11 +194,7 @@ def _close_unread_output() -> bool:
 
 
 def exit_interrupted(directory: str = "") -> NoReturn:
-    """Report that Ctrl-C interrupted the job and exit with the status that shells expect.
-
-    Args:
-        directory: directory of the run if it can be continued, else empty.
-    """
+    """Report that Ctrl-C interrupted the job and exit with the status that shells expect."""
     rest = f"; the same command goes on from what is in {directory}" if directory else ""
     print(f"\ninterrupted{rest}", file=sys.stderr)
     raise SystemExit(INTERRUPTED)
@@ -231,3 +221,67 @@ def as_typed(words: Sequence[str]) -> str:
 
 def _first_line(function: Callable[[], Config]) -> str:
     return (function.__doc__ or "").strip().splitlines()[0]
+
+
+_WORD = re.compile(r"[^\s'\"`:;,()]+")
+_EXPORT = re.compile(r"(?:.*/)?([^/]+)/export(?:/.*)?")
+_SAMPLE = re.compile(r"(?:.*/)?data/sample(?:/.*)?")
+# Patterns of the presets' names. A test checks them against the presets, which this package must not import.
+_PRESETS = {
+    "sweep": re.compile(r".*-rho-lr(?:-small)?"),
+    "train_lm": re.compile(r"gpt2-(?:scratch|finetune)(?:-small)?|(?:llama[12]-.*)?frozen(?:-small)?"),
+    "train_clip": re.compile(r"clip-.*"),
+    "train_sentences": re.compile(r"declutr-.*"),
+    "train_classifier": re.compile(r"triple-entropy.*"),
+}
+_TRAINED = ("train_lm", "train_clip", "train_sentences")  # the jobs whose runs have an export
+_PLACEHOLDER = "'model' is no local directory"  # the path in the preset `frozen`
+_NO_MODEL = "Transformers model"  # part of every message about a directory that is none
+
+
+def with_hint(message: str) -> str:
+    """Return an error message with what helps with the first path in it for which that is known.
+
+    For a path that is missing: the command that makes the sample data, or trains a small preset. For a directory that is no
+    model of the wanted kind: the export in it, or the options for an image–text model.
+    """
+    for word in _WORD.findall(message):
+        if word.startswith("//"):  # a URI without its scheme
+            continue
+        hint = ""
+        if word == "model" and _PLACEHOLDER in message:
+            return f"{message.rstrip('.')}. The preset `frozen` is for a model of your own: give --model.path"
+        if (path := Path(word).expanduser()).exists():
+            hint = _meant(path, word) if _NO_MODEL in message else ""
+        elif _SAMPLE.fullmatch(word):
+            hint = "The sample data are made by: python -m jobs.sample_data"
+        elif (export := _EXPORT.fullmatch(word)) and (command := _training_command(export[1])):
+            hint = f"This model is made by: {command}"
+        if hint:
+            return f"{message.rstrip('.')}. {hint}"
+    return message
+
+
+def _meant(directory: Path, name: str) -> str:
+    """Say what was meant by a directory that is no model of the wanted kind; empty if that is not known."""
+    if (directory / "export" / "config.json").is_file():
+        return f"It is a run; its model is {name.rstrip('/')}/export"
+    with suppress(OSError, ValueError):
+        if {"embedding_size", "image_size"} <= json.loads((directory / "config.json").read_bytes()).keys():
+            return (
+                "It is an image–text model: give it --images in the place of --text, or score it by jobs.evaluate_clip"
+            )
+    return ""
+
+
+def job_of(preset: str) -> str:
+    """Return the job that has a preset of this name; empty if none has."""
+    return next((job for job, names in _PRESETS.items() if names.fullmatch(preset)), "")
+
+
+def _training_command(run: str) -> str:
+    """Return the command that trains a run with the name of a small preset; empty for any other name."""
+    job = job_of(run)
+    return (
+        f"python -m jobs.{job} {run}" if job in _TRAINED and run.endswith("-small") and run != "declutr-small" else ""
+    )

@@ -1,7 +1,14 @@
-"""Messages and progress of the workers, carried to the driver's terminal by a small Ray actor.
+"""What a run says while it trains: on the terminal, in its directory, and of workers that make no step.
 
-Ray's own forwarding of worker output would mix them with the log messages of every library. Here only what is meant for
-the user arrives: with a progress bar on a terminal, as plain lines in a log file.
+Messages and progress of the workers go through a mailbox to the driver's terminal: with a progress bar on a terminal, as
+plain lines in a log file. Whoever looks later finds `progress.json`, which the first worker writes, and `failure.json`, which
+is written by whoever sees the failure. Neither is needed to continue a run, so that no error in writing them ends it.
+
+A worker can hang without any error: stopped by a debugger or a signal, in a read from a dead mount, or in a collective
+operation that another worker never reaches. Every worker therefore tells the driver from a thread of its own how many steps
+it has made and in which function its main thread is. A worker that is stopped tells nothing.
+
+Nothing here imports torch or Ray, because it also runs in Ray Train's controller.
 """
 
 from __future__ import annotations
@@ -10,24 +17,37 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
 
-import ray
-from ray.actor import ActorHandle
 from tqdm import tqdm
 
 from jobs.engine.masking import printable
-from jobs.engine.progress import ProgressNotes
-from jobs.engine.stall import Sign, StallWatch, describe_signs
-from jobs.engine.worker_context import Terminal
-from pipelines.actor_start import on_this_node, wait_until_started
+from pipelines.storage import write_json
 
+PROGRESS_FILE, FAILURE_FILE = "progress.json", "failure.json"
+_SECONDS_BETWEEN_NOTES = 10.0
+_MAX_CHARACTERS = 2000
 _SECONDS_BETWEEN_POLLS = 0.5
+_SECONDS_BETWEEN_SIGNS = 5.0
+_SECONDS_TO_STALL = 60.0
+_SECONDS_TO_BE_SILENT = 4 * _SECONDS_BETWEEN_SIGNS
+_MAX_WORKERS_NAMED = 8
+_OURS = str(Path(__file__).parents[2])
+
+Sign: TypeAlias = tuple[int, str, float]
+"""Number of steps, the place of the main thread, and the age in seconds of a worker's last sign of life."""
+Fetched: TypeAlias = tuple[list[str], tuple[int, str] | None, dict[int, Sign]]
+"""The lines that have come since the last call, the last progress, and the signs of life by rank."""
 
 
-class _Mailbox:
-    """Ray actor that keeps the workers' lines and their last progress until the driver fetches them."""
+class Mailbox:
+    """Keeps the workers' lines and their last progress until the driver fetches them, and its requests to them.
+
+    It is the terminal (`jobs.engine.worker.Terminal`) of a worker in the driver's own process; to others it is an actor of
+    Ray (`jobs.engine.ray_worker.RemoteMailbox`).
+    """
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -56,23 +76,28 @@ class _Mailbox:
             self._signs = {}  # other workers have begun
         self._signs[rank] = (step, place, time.monotonic())
 
-    def fetch(self) -> tuple[list[str], tuple[int, str] | None, dict[int, Sign]]:
+    def fetch(self) -> Fetched:
         now = time.monotonic()
         signs = {rank: (step, place, now - when) for rank, (step, place, when) in self._signs.items()}
-        fetched = (self._lines, self._progress, signs)
+        fetched: Fetched = (self._lines, self._progress, signs)
         self._lines = []
         return fetched
+
+    def wait(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class Console:
     """Prints the workers' messages in the driver; use it as a context around training, and pass `mailbox` to the workers."""
 
-    def __init__(self, num_steps: int, *, max_stall_minutes: float = 0.0) -> None:
+    def __init__(self, mailbox: Any, num_steps: int, *, max_stall_minutes: float = 0.0) -> None:
+        self.mailbox = mailbox
         self._stalls, self._max_stall_seconds = StallWatch(), 60.0 * max_stall_minutes
         self.stalled = ""
         """Why the run was interrupted; empty if it was not."""
-        mailbox: Any = ray.remote(_Mailbox)
-        self.mailbox: ActorHandle = mailbox.options(num_cpus=0, scheduling_strategy=on_this_node()).remote()
         self._bar = tqdm(total=num_steps, unit="step", disable=None, dynamic_ncols=True)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="console", daemon=True)
@@ -86,20 +111,17 @@ class Console:
         self._thread.join(timeout=10)
         self._show()
         self._bar.close()
-        # The packed job holds the handle too, so Ray would keep the actor's process for as long as this process lives.
-        with suppress(ray.exceptions.RayError):
-            ray.kill(self.mailbox)
+        self.mailbox.close()
 
     def _run(self) -> None:
-        wait_until_started(self.mailbox)
+        self.mailbox.wait()
         while not self._stop.wait(_SECONDS_BETWEEN_POLLS):
             self._show()
 
     def _show(self) -> None:
-        try:
-            fetched: Any = ray.get(self.mailbox.fetch.remote(), timeout=10)
-        except ray.exceptions.RayError:
-            return  # the cluster is shutting down; the job itself reports why
+        fetched: Fetched | None = self.mailbox.fetch()
+        if fetched is None:
+            return
         lines, progress, signs = fetched
         waited, stall = self._stalls.look(signs)
         if self._max_stall_seconds and waited > self._max_stall_seconds and signs and not self.stalled:
@@ -120,20 +142,13 @@ class Console:
 class Progress:
     """Reports a worker's progress: step, loss, mean τ, units (tokens, pairs) per second and the remaining time.
 
-    It goes to the driver's terminal and, for whoever looks later, into the run's directory (`jobs.engine.progress`).
+    It goes to the driver's terminal and, for whoever looks later, into the run's directory (:class:`ProgressNotes`).
     """
 
     def __init__(
-        self,
-        terminal: Terminal | None,
-        *,
-        num_steps: int,
-        first_step: int,
-        unit: str,
-        with_lines: bool,
-        directory: str,
+        self, context: Any, *, num_steps: int, first_step: int, unit: str, with_lines: bool, directory: str
     ) -> None:
-        self._terminal = terminal
+        self._terminal, self.say = context.terminal, context.say
         self._num_steps = num_steps
         self._first_step = first_step
         self._started = time.monotonic()
@@ -161,12 +176,136 @@ class Progress:
         """Write the last progress into the run's directory."""
         self._notes.close()
 
-    def say(self, line: str) -> None:
-        """Print one line on the driver's terminal, or in the worker's log if there is none."""
-        if self._terminal is None:
-            print(line, flush=True)  # goes to the worker's log
-        else:
-            self._terminal.say(line)
+
+class ProgressNotes:
+    """Writes the newest progress of a run in the background, at most every `seconds_between` seconds."""
+
+    def __init__(self, directory: str, *, seconds_between: float = _SECONDS_BETWEEN_NOTES) -> None:
+        self._uri = f"{directory}/{PROGRESS_FILE}"
+        self._seconds_between = seconds_between
+        self._newest: Mapping[str, Any] | None = None
+        self._tau_mean: float | None = None
+        self._last_noted = time.monotonic()
+        self._changed, self._stop = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="progress notes", daemon=True)
+        self._thread.start()
+
+    def note(self, step: int, *, loss: float, tau_mean: float | None, seconds_per_step: float) -> None:
+        """Note the state after `step` steps; if `tau_mean` is None, the last known mean temperature stays."""
+        self._tau_mean = self._tau_mean if tau_mean is None else tau_mean
+        now = time.monotonic()
+        self._newest = {
+            "step": step,
+            "loss": loss,
+            "tau_mean": self._tau_mean,
+            "seconds_per_step": seconds_per_step,
+            "seconds_per_note": now - self._last_noted,
+            "time": time.time(),
+        }
+        self._last_noted = now
+        self._changed.set()
+
+    def close(self) -> None:
+        """Write what is not written yet and end the thread."""
+        self._stop.set()
+        self._changed.set()
+        self._thread.join(timeout=60)
+
+    def _run(self) -> None:
+        while True:
+            self._changed.wait()
+            self._changed.clear()
+            if self._newest is not None:
+                _write(self._uri, self._newest)
+            if self._stop.wait(self._seconds_between):
+                if self._changed.is_set() and self._newest is not None:
+                    _write(self._uri, self._newest)
+                return
+
+
+def note_failure(directory: str, cause: str, *, step: int, is_final: bool) -> None:
+    """Note why a run failed."""
+    _write(
+        f"{directory}/{FAILURE_FILE}",
+        {"cause": cause[:_MAX_CHARACTERS], "step": step, "is_final": is_final, "time": time.time()},
+    )
+
+
+def _write(uri: str, content: Mapping[str, Any]) -> None:
+    try:
+        write_json(uri, content)
+    except (OSError, ValueError):
+        return  # the storage fails; what trains reports it at the next checkpoint
+
+
+class SignsOfLife:
+    """Tells the driver every few seconds from a thread where this worker's main thread is."""
+
+    def __init__(self, terminal: Any, rank: int, step: Callable[[], int]) -> None:
+        self._closed = threading.Event()
+        # Ray runs a worker's code in a thread of its own, which makes this call.
+        self._watched = threading.get_ident()
+        if terminal is not None:
+            arguments = (terminal, rank, step)
+            threading.Thread(target=self._run, args=arguments, name="signs of life", daemon=True).start()
+
+    def close(self) -> None:
+        """Tell nothing any more."""
+        self._closed.set()
+
+    def _run(self, terminal: Any, rank: int, step: Callable[[], int]) -> None:
+        while not self._closed.wait(_SECONDS_BETWEEN_SIGNS):
+            terminal.sign(rank, step(), place_of(self._watched))
+
+
+def place_of(thread: int) -> str:
+    """Return function, file and line of the innermost call of a thread in code of this project, and what it has called."""
+    frame = innermost = sys._current_frames().get(thread)
+    while frame is not None and not frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    if innermost is None:
+        return "nowhere"
+    own = frame or innermost
+    called = "" if own is innermost else f", in {innermost.f_code.co_name}"
+    return f"{own.f_code.co_name} ({Path(own.f_code.co_filename).name}:{own.f_lineno}){called}"
+
+
+class StallWatch:
+    """Looks at the workers' signs of life, and describes a run that makes no step: after a minute, two, four, and so on."""
+
+    def __init__(self) -> None:
+        self._steps: Mapping[int, int] = {}
+        self._since = time.monotonic()
+        self._next = _SECONDS_TO_STALL
+
+    def look(self, signs: Mapping[int, Sign], now: float | None = None) -> tuple[float, str]:
+        """Return for how many seconds no worker has made a step, and a line for the user; empty if none is due."""
+        moment = time.monotonic() if now is None else now
+        steps = {rank: step for rank, (step, _, _) in signs.items()}
+        if steps != self._steps:
+            self._steps, self._since, self._next = steps, moment, _SECONDS_TO_STALL
+        waited = moment - self._since
+        if waited < self._next or not signs:
+            return waited, ""
+        self._next *= 2
+        return waited, f"no step for {waited:.0f} s, after step {max(steps.values())}: {describe_signs(signs)}"
+
+
+def describe_signs(signs: Mapping[int, Sign]) -> str:
+    """Describe where the workers stand, those first that give no sign."""
+    silent = [
+        f"worker {rank} has given no sign for {age:.0f} s (last in {place})"
+        for rank, (_, place, age) in sorted(signs.items())
+        if age > _SECONDS_TO_BE_SILENT
+    ]
+    others = [
+        f"worker {rank} is in {place}"
+        for rank, (_, place, age) in sorted(signs.items())
+        if age <= _SECONDS_TO_BE_SILENT
+    ]
+    told = silent + others
+    more = f"; and {len(told) - _MAX_WORKERS_NAMED} more" if len(told) > _MAX_WORKERS_NAMED else ""
+    return "; ".join(told[:_MAX_WORKERS_NAMED]) + more
 
 
 def clock(seconds: float) -> str:

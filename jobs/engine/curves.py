@@ -7,30 +7,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 
 from jobs.engine.metrics import metric_history
 from jobs.engine.tracking import TrackedRun, survive_outage
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 
 def draw_curves(path: Path, tracked: TrackedRun, curves: Mapping[str, tuple[str, ...]], title: str) -> None:
-    """Plot metrics over the steps in panels, two in a row; only warns, without a plot, if MLflow is unreachable.
-
-    Args:
-        path: image file to write.
-        tracked: the MLflow run whose metrics are drawn.
-        curves: title of each panel → the metrics that it shows. Metrics that the run has not logged are left out.
-        title: title of the whole figure.
-    """
+    """Plot metrics over the steps in panels, two in a row; only warns, without a plot, if MLflow is unreachable."""
     histories = None
     with survive_outage("the training curves"):
         histories = {key: metric_history(tracked, key) for keys in curves.values() for key in keys}
     if histories is None:
         return
+    plt = pyplot()
     num_rows = math.ceil(len(curves) / 2)
     figure = plt.figure(figsize=(11, 3.5 * num_rows), layout="constrained")
     for number, (heading, keys) in enumerate(curves.items(), start=1):
@@ -50,13 +40,8 @@ def draw_curves(path: Path, tracked: TrackedRun, curves: Mapping[str, tuple[str,
 
 
 def draw_histogram(path: Path, outcome: Mapping[str, Any], *, band: tuple[float, float] | None = None) -> None:
-    """Plot the shares of τ over [τ_min, τ_max] for each histogram of the outcome.
-
-    Args:
-        path: image file to write.
-        outcome: outcome of the run.
-        band: range of mean τ to mark in the plot, such as the band of the papers.
-    """
+    """Plot the shares of τ over [τ_min, τ_max] for each histogram of the outcome."""
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     for name, counts in outcome["histograms"].items():
         edges = np.linspace(outcome["tau_min"], outcome["tau_max"], len(counts) + 1)
@@ -67,3 +52,13 @@ def draw_histogram(path: Path, outcome: Mapping[str, Any], *, band: tuple[float,
     axes.legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def pyplot() -> Any:
+    """Return pyplot, which is imported only at the end of a run, because that takes a second."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt

@@ -6,18 +6,22 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import deepspeed
+import torch
+from accelerate import init_empty_weights
 from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from jobs.engine.config import TrainingConfig
 from jobs.engine.task import ParameterGroup, with_and_without_decay
+from tempnet.weights import WeightFiles
 
 # DeepSpeed would compile this extension for every process group on CPUs, although only its inference uses it. Compiling
 # takes a minute, and a process killed meanwhile leaves a lock that all later runs would silently wait for.
@@ -112,13 +116,6 @@ def decay_with_warmup(
     The decay is half a cosine (TempNet Table 5) or linear (the slanted triangle of arXiv 1801.06146, as in DeCLUTR). In
     the warm-up, step s, counted from the end of the rest, has the factor (s + 1)/(number of warm-up steps), so that no
     step of the warm-up is wasted at a learning rate of 0.
-
-    Args:
-        num_steps: number of optimizer steps of the run.
-        decay: shape of the decay.
-        warmup_share: length of the warm-up as a share of `num_steps`.
-        final_share: factor at the end of the decay.
-        rest_share: length of the rest as a share of `num_steps`.
     """
     num_rest, num_warmup = round(rest_share * num_steps), round(warmup_share * num_steps)
     num_decay = max(1, num_steps - num_rest - num_warmup)
@@ -142,10 +139,6 @@ def keeping_settings(optimizer: Any, schedule: LambdaLR) -> Iterator[None]:
 
     A checkpoint holds the settings of the run that wrote it, which may be another run (`run.start_from`). The rates are
     those of the schedule's step, which PyTorch sets only after the next one.
-
-    Args:
-        optimizer: a PyTorch optimizer, or one of DeepSpeed's, with `param_groups`.
-        schedule: its schedule.
     """
     settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     peaks = list(schedule.base_lrs)
@@ -154,3 +147,71 @@ def keeping_settings(optimizer: Any, schedule: LambdaLR) -> Iterator[None]:
     rates = [peak * factor(schedule.last_epoch) for peak, factor in zip(peaks, schedule.lr_lambdas, strict=True)]
     for group, own, rate in zip(optimizer.param_groups, settings, rates, strict=True):
         group.update(own, lr=rate)
+
+
+# ---- a pretrained model under ZeRO 3 ---------------------------------------------------------------------------------
+#
+# The model is built on the device meta. Then rank 0 reads one weight after the other, and DeepSpeed sends it to all ranks,
+# which keep their part of it, so that no process ever holds more than its part and one whole weight. Nothing is built
+# within `deepspeed.zero.Init` as a context: it divides parameters as soon as they are made, so that values which are written
+# into them later are lost, such as Transformers' initial weights (a GPT-2's first loss was 44.1 instead of 6.2).
+
+
+def base_without_weights(place: str | Path, *, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
+    """Return a base model whose parameters are on the device meta; its buffers have the values that they get by loading."""
+    config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
+    with init_empty_weights(include_buffers=False):
+        base: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
+    base.tie_weights()  # every parameter was replaced by one of its own
+    with suppress(OSError):
+        base.generation_config = GenerationConfig.from_pretrained(place)
+    return base.eval()
+
+
+def load_partitioned(
+    model: PreTrainedModel, files: WeightFiles, deepspeed_config: dict[str, Any], *, rank: int
+) -> None:
+    """Give the parameters of a model on the device meta the values of files, divided among all ranks.
+
+    All ranks must call it. The parameters keep whether they are trained, and their dtype.
+    """
+    # Until DeepSpeed knows the process group, the configuration that `zero.Init` reads takes the world to be one process.
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    names = files.match(model)
+    if names is None:
+        raise ValueError(f"{files.directory} lacks weights of the model, or has them in other shapes")
+    stored = {id(parameter): names[name] for name, parameter in model.named_parameters()}
+    filled: dict[int, nn.Parameter] = {}
+    empty = list(model.parameters())  # kept, because the ids of dropped objects may be given to others
+    # One place for all whole weights, one after the other: if each had a place of its own, the parts that are kept would
+    # lie between those that are freed, and the allocator could give hardly any memory back.
+    place = torch.empty(max(value.numel() * value.element_size() for value in empty), dtype=torch.uint8)
+    for part in list(model.modules()):
+        for name, parameter in list(part._parameters.items()):
+            if parameter is None or id(parameter) not in stored:
+                continue
+            if id(parameter) not in filled:
+                whole = _whole(parameter, place)
+                if rank == 0:
+                    files.read_into(stored[id(parameter)], whole)
+                filled[id(parameter)] = _divide(parameter, whole, deepspeed_config)
+            part.register_parameter(name, filled[id(parameter)])
+    del empty
+    for name, buffer in model.named_buffers():
+        if name in files.files:
+            buffer.copy_(files.read(name))
+
+
+def _whole(parameter: nn.Parameter, place: Tensor) -> Tensor:
+    """Return a tensor with the shape and dtype of a parameter at the beginning of a place of bytes."""
+    size = parameter.numel() * parameter.element_size()
+    return place[:size].view(parameter.dtype).view(parameter.shape)
+
+
+def _divide(parameter: nn.Parameter, whole: Tensor, deepspeed_config: dict[str, Any]) -> nn.Parameter:
+    """Return a parameter of ZeRO 3 with the value of rank 0; `whole` is free again afterwards."""
+    holder = nn.Module()
+    holder.weight = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+    deepspeed.zero.Init(module=holder, config_dict_or_path=deepspeed_config)
+    divided: nn.Parameter = holder.weight
+    return divided

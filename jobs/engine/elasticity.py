@@ -16,7 +16,6 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.actor import ActorHandle
 from ray.train import ScalingConfig
 
 from jobs.engine.ray_private import NoopDecision, ResizeDecision, ScalingDecision, ScalingPolicy, free_resources
@@ -32,13 +31,6 @@ class ElasticPolicy(ScalingPolicy):
 
     A number that could not be started within Ray Train's limit is followed by the next smaller one. Before the run grows,
     its workers are asked to save, so that no step is lost; without a mailbox it grows after the next checkpoint.
-
-    Args:
-        scaling_config: resources of a worker.
-        possible: possible numbers of workers, in ascending order.
-        data_cpus: logical CPUs for data of the largest number of workers; fewer workers take as much less.
-        directory: path or URI of the run.
-        mailbox: carries requests to the workers and messages to the driver's terminal; None: there is none.
     """
 
     def __init__(
@@ -48,7 +40,7 @@ class ElasticPolicy(ScalingPolicy):
         possible: Sequence[int],
         data_cpus: float,
         directory: str,
-        mailbox: ActorHandle | None,
+        mailbox: Any,
     ) -> None:
         super().__init__(scaling_config)  # type: ignore[arg-type]  # Ray annotates the class of Train V2
         self._possible = list(possible)
@@ -92,7 +84,7 @@ class ElasticPolicy(ScalingPolicy):
         if self._step_before_growth is None:
             self._step_before_growth = step
             if self._mailbox is not None:
-                self._mailbox.ask_to_save.remote()
+                self._mailbox.ask_to_save()
         if step == self._step_before_growth:
             return NoopDecision()
         self._say(f"the cluster has room for {number} workers: the run grows from {self._running}, from step {step}")
@@ -135,7 +127,7 @@ class ElasticPolicy(ScalingPolicy):
         if self._mailbox is None:
             print(line, flush=True)
         else:
-            self._mailbox.say.remote(line)
+            self._mailbox.say(line)
 
 
 def answering_nodes() -> list[dict[str, Any]]:

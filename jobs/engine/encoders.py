@@ -24,23 +24,7 @@ def build_encoder(
     with_checkpointing: bool,
     **options: Any,
 ) -> PreTrainedModel:
-    """Build an encoder with its head, with the same weights on every rank.
-
-    Args:
-        settings: the encoder's path or its sizes.
-        head: one of Transformers' classes `AutoModelFor…`.
-        what: what the path is expected to hold, for error messages.
-        tokenizer: the tokenizer of the texts.
-        tokenizer_name: the tokenizer as the user specified it, for error messages.
-        num_tokens: length of the longest row, special tokens included.
-        seed: random seed of the initial weights.
-        with_checkpointing: whether to enable activation checkpointing.
-        options: keyword arguments for the head, such as its labels.
-
-    Raises:
-        ValueError: if the path holds no such encoder, or the encoder's vocabulary is too small for the tokenizer; the
-            message names the field.
-    """
+    """Build an encoder with its head, with the same weights on every rank."""
     torch.manual_seed(seed)
     if settings.path:
         model = _load_encoder(settings, head, what, **options)

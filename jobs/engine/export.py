@@ -1,15 +1,32 @@
-"""Writes an export: first into a local directory, then into the run's storage."""
+"""Exports: how one is written, what tells models apart, and one that is made of a checkpoint after the run has ended."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import pyarrow.fs
+from transformers import AutoConfig
 
-from pipelines.storage import resolve
+from jobs.engine.config import TrainingConfig
+from jobs.engine.failures import FatalTrainingError
+from jobs.engine.fields import resolve_fields, with_absolute_paths
+from jobs.engine.masking import masked
+from jobs.engine.resumption import find_damage, whole_checkpoints
+from jobs.engine.task import Plan
+from jobs.engine.worker import WorkerJob, export_here
+from pipelines.local_copy import local_copy
+from pipelines.storage import exists, read_json, resolve, write_json
+from tempnet.fingerprints import files_digest
+from tempnet.network import TempNet
 
 
 @contextmanager
@@ -23,3 +40,149 @@ def open_export(uri: str) -> Iterator[Path]:
         filesystem, path = resolve(uri)
         filesystem.create_dir(path, recursive=True)
         pyarrow.fs.copy_files(name, path, destination_filesystem=filesystem)
+
+
+_DIGEST_SIZE = 12
+
+
+def model_digest(model: str, *, trust_remote_code: bool = False) -> str:
+    """Return a digest (24 hex digits) of a model: of its name and commit if it is on the hub, else of its files.
+
+    At a URI it is the same as that of a local copy.
+    """
+    model = local_copy(model)
+    if Path(model).is_dir():
+        return files_digest(sorted(path for path in Path(model).iterdir() if path.is_file()))
+    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    name = f"{model}@{getattr(config, '_commit_hash', None)}"
+    return hashlib.blake2b(name.encode(), digest_size=_DIGEST_SIZE).hexdigest()
+
+
+def tempnet_digest(network: TempNet) -> str:
+    """Return a digest (24 hex digits) of a TempNet's configuration and weights."""
+    content = json.dumps(dataclasses.asdict(network.config), sort_keys=True)
+    digest = hashlib.blake2b(content.encode(), digest_size=_DIGEST_SIZE)
+    for name, value in sorted(network.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(value.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateExport:
+    """What is exported, and where to."""
+
+    checkpoint: str
+    """Path or URI of the checkpoint."""
+    step: int
+    """Step of the checkpoint."""
+    output: str
+    """Directory or URI of the export."""
+    num_writers: int
+    """Number of workers that wrote the checkpoint."""
+
+
+def find_checkpoint(directory: str, step: int | None, output: str) -> LateExport:
+    """Choose the checkpoint of a run's directory: that of a step, or the newest."""
+    kept = whole_checkpoints(directory)
+    if not kept:
+        raise ValueError(f"{directory} has no checkpoint that is whole")
+    names = {number: name for name, number in kept.items()}
+    chosen = max(names) if step is None else step
+    if chosen not in names:
+        damage = find_damage(f"{directory}/checkpoint-{chosen:08d}")
+        steps = ", ".join(map(str, sorted(names)))
+        raise ValueError(
+            f"step = {chosen}: {damage or 'it was not kept'}; {directory} has the checkpoints of steps {steps}"
+        )
+    output = output.rstrip("/") or f"{directory}/export-{chosen}"
+    if exists(output):
+        raise ValueError(f"output = {output!r} exists: delete it, or choose another directory")
+    checkpoint = f"{directory}/{names[chosen]}"
+    state = read_json(f"{checkpoint}/state.json") or {}
+    return LateExport(checkpoint=checkpoint, step=chosen, output=output, num_writers=state["world_size"])
+
+
+def configure(config: TrainingConfig, late: LateExport) -> TrainingConfig:
+    """Return the configuration of the run for its export: its output, no tracking, and as few workers as can be.
+
+    Under ZeRO 3, which divides the weights because they are too many for one worker, there are as many as wrote it.
+    """
+    workers = replace(
+        config.workers,
+        num_workers=late.num_writers if config.workers.zero_stage == 3 and not config.workers.local else 1,
+    )
+    return replace(
+        config,
+        run=replace(config.run, export=late.output),
+        workers=workers,
+        tracking=replace(config.tracking, uri="", enabled=False),
+    )
+
+
+def make_late_export(plan: Plan, late: LateExport) -> None:
+    """Load the checkpoint on workers, or with `workers.local` in this process, and write the export."""
+    config, workers = plan.config, plan.config.workers
+    if workers.local:
+        result = export_here(WorkerJob(create_task=plan.prepare().create_task), config, checkpoint=late.checkpoint)
+    else:
+        from jobs.engine import cluster, ray_train
+
+        cluster.start_ray()
+        cluster.check_resources(
+            num_workers=workers.max_workers,
+            cpus_per_worker=workers.cpus_per_worker,
+            use_gpu=workers.use_gpu,
+            data_cpus=plan.data_cpus,
+        )
+        job = WorkerJob(create_task=plan.prepare().create_task)
+        result = ray_train.export_with_ray(config, job, checkpoint=late.checkpoint)
+    if "fatal" in result:
+        raise FatalTrainingError(result["fatal"])
+
+
+Config = TypeVar("Config")
+
+_TASK_FILE = "task.json"
+
+
+def write_task(config: TrainingConfig) -> None:
+    """Write the configuration, with absolute paths and without passwords, into the directory of the run."""
+    run = dataclasses.replace(config.run, storage=config.run.resolved_storage)
+    values = dataclasses.asdict(with_absolute_paths(resolve_fields(dataclasses.replace(config, run=run))))
+    write_json(
+        f"{config.run.directory}/{_TASK_FILE}",
+        {"configuration_class": type(config).__name__, "configuration": masked(values)},
+    )
+
+
+def read_task(directory: str) -> tuple[str, dict[str, Any]]:
+    """Return the name of the class of a run's configuration, and the values that :func:`configuration_from` takes."""
+    content = read_json(f"{directory}/{_TASK_FILE}")
+    if content is None:
+        raise FileNotFoundError(
+            f"{directory} holds no {_TASK_FILE}: it is not the directory of a run, or the run is of an older version; start "
+            "the command of the run again, which writes the file"
+        )
+    try:
+        return content["configuration_class"], content["configuration"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{directory}/{_TASK_FILE} is damaged: it does not hold a configuration") from error
+
+
+def configuration_from(kind: type[Config], values: dict[str, Any]) -> Config:
+    """Return the configuration whose nested values are given; lists become tuples where the field is a tuple."""
+    hints = get_type_hints(kind)
+    known = {item.name for item in dataclasses.fields(kind)}  # type: ignore[arg-type]  # a dataclass
+    if unknown := sorted(values.keys() - known):
+        raise ValueError(f"{kind.__name__} has no field {', '.join(unknown)}: the run is of another version")
+    return kind(**{name: _value(hints[name], value) for name, value in values.items()})
+
+
+def _value(hint: Any, value: Any) -> Any:
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return configuration_from(hint, value)
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if isinstance(value, list) and any(get_origin(kind) is tuple for kind in kinds):
+        return tuple(value)
+    return value

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,3 +84,56 @@ def with_absolute_paths(config: Section) -> Section:
 def values_of(section: Any, base: type) -> dict[str, Any]:
     """Return the values of the fields that a section inherits from a dataclass of the library."""
     return {item.name: getattr(section, item.name) for item in dataclasses.fields(base)}
+
+
+def check_positive(section: str, config: Any, *names: str) -> None:
+    """Raise ValueError if a named value of a section is not positive or not finite."""
+    for name in names:
+        value = getattr(config, name)
+        if not 0 < value < math.inf:  # also refuses NaN
+            raise ValueError(f"{section}.{name} = {value} must be positive" + (" and finite" if value > 0 else ""))
+
+
+def check_not_negative(section: str, config: Any, *names: str) -> None:
+    """Raise ValueError if a named value of a section is negative or not finite."""
+    for name in names:
+        value = getattr(config, name)
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{section}.{name} = {value} must not be negative" + (" but finite" if value > 0 else ""))
+
+
+def check_share(section: str, config: Any, *names: str) -> None:
+    """Raise ValueError if a named value of a section does not lie in [0, 1]."""
+    for name in names:
+        value = getattr(config, name)
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"{section}.{name} = {value:g} must lie in [0, 1]")
+
+
+def named_values(field_name: str, values: Sequence[str]) -> dict[str, str]:
+    """Parse a list of `NAME=VALUE` into a dictionary."""
+    split = [text.partition("=") for text in values]
+    for text, (name, _, value) in zip(values, split, strict=True):
+        if not (name and value) or not all(character.isalnum() or character in "-_." for character in name):
+            raise ValueError(f"{field_name}: {text!r} is not NAME=VALUE, with letters, digits and -_. in the name")
+    if again := find_duplicate(name for name, _, _ in split):
+        raise ValueError(f"{field_name} names {again!r} twice")
+    return {name: value for name, _, value in split}
+
+
+def parse_resources(field_name: str, values: Sequence[str]) -> dict[str, float]:
+    """Parse a list of `NAME=AMOUNT` of custom Ray resources into a dictionary."""
+    resources: dict[str, float] = {}
+    for name, amount in named_values(field_name, values).items():
+        try:
+            resources[name] = float(amount)
+        except ValueError:
+            resources[name] = 0.0
+        if not 0.0 < resources[name] < math.inf:
+            raise ValueError(f"{field_name}: the amount of {name}={amount} must be a positive number, such as 0.1")
+    return resources
+
+
+def find_duplicate(names: Iterable[str]) -> str:
+    """Return the first name that occurs more than once; empty if there is none."""
+    return next((name for name, count in Counter(names).items() if count > 1), "")

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from jobs.engine.worker_settings import WorkersSection
+from jobs.engine.config import WorkersSection
 
 # Peak bf16 FLOP/s without sparsity, from the vendors' data sheets; a device is recognised by a part of its name.
 PEAK_FLOPS_PER_SECOND = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "MI300X": 1307e12}
@@ -26,12 +26,6 @@ def num_threads_per_worker(
     for it, because the threads of several runs, waiting for one another on the same cores, make them slower than
     running one after the other. How a sum is divided among threads changes its last digits, so a continued run keeps
     its number.
-
-    Args:
-        workers: the workers of the run.
-        num_local_workers: number of this run's workers on this machine.
-        shares_cores: whether other runs train at the same time on this machine.
-        num_kept: the number of threads that the run started with; 0 if it starts now.
     """
     if workers.num_threads or num_kept:
         return workers.num_threads or num_kept

@@ -50,13 +50,7 @@ class LostRunError(RuntimeError):
 
 
 class Lease:
-    """Context manager that holds the lease of a run inside its block.
-
-    Args:
-        directory: path or URI of the run.
-        seconds_between_beats: seconds between two heartbeats, which renew the lease.
-        seconds_to_expire: seconds without a heartbeat after which an owner is considered dead.
-    """
+    """Context manager that holds the lease of a run inside its block."""
 
     def __init__(self, directory: str, *, seconds_between_beats: float = 10.0, seconds_to_expire: float = 60.0) -> None:
         self._directory = directory
@@ -71,11 +65,7 @@ class Lease:
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def __enter__(self) -> Lease:
-        """Take the lease.
-
-        Raises:
-            RunIsTakenError: if another owner holds it and is alive.
-        """
+        """Take the lease."""
         held = self._read()
         if held is not None and not is_ended_here(held):
             self._wait_until_dead(held)
@@ -91,12 +81,7 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Release the lease.
-
-        Raises:
-            RunIsTakenError: if another driver took the lease, which interrupted the block.
-            LostRunError: if the lease was deleted with the directory, which interrupted the block.
-        """
+        """Release the lease."""
         self._stop.set()
         self._thread.join()
         if self._lost_to is not None:

@@ -9,10 +9,11 @@ are read and checked every `run.log_every` steps, and before anything is validat
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,33 +25,27 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from jobs.engine.checkpoint import FRESH_STATE, RunState, check_checkpoint, load_checkpoint, read_state, save_checkpoint
-from jobs.engine.console import Progress
+from jobs.engine.console import Progress, SignsOfLife
 from jobs.engine.deepspeed_engine import start_engine
-from jobs.engine.failures import naming_full_disk
+from jobs.engine.failures import FatalTrainingError, naming_full_disk
 from jobs.engine.hardware import num_threads_per_worker, peak_flops_per_second, peak_memory_gib
-from jobs.engine.job import FatalTrainingError, WorkerJob
-from jobs.engine.metrics import MetricLogger
-from jobs.engine.stall import SignsOfLife
+from jobs.engine.metrics import MetricLogger, SystemMetrics
 from jobs.engine.stopping import StopRequests
-from jobs.engine.system_metrics import SystemMetrics
 from jobs.engine.task import Statistics, Task
-from jobs.engine.watch import Validation
-from jobs.engine.worker_context import WorkerContext
+from jobs.engine.worker import Validation, WorkerContext, WorkerJob
 from pipelines.storage import compute_digest
 from pipelines.store_errors import RETRIES, RetryLog
 from pipelines.stream import Batch
 
 
-class Pace:
+class Throughput:
     """Sums over steps: units (tokens, pairs), seconds, and the seconds of these spent waiting for data."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
-        self.seconds_waiting = 0.0
+        self.seconds = self.seconds_waiting = 0.0
         self.num_units = 0
 
     def add(self, seconds: float, seconds_waiting: float, num_units: int) -> None:
-        """Add one step to the sums."""
         self.seconds += seconds
         self.seconds_waiting += seconds_waiting
         self.num_units += num_units
@@ -66,32 +61,16 @@ class Pace:
         return self.seconds_waiting / self.seconds
 
 
-class Ahead:
-    """An iterator that starts fetching its first item in the background as soon as it is created."""
-
-    def __init__(self, items: Iterator[Batch]) -> None:
-        self._items = items
-        self._pool = ThreadPoolExecutor(1)
-        self._first: Future[Batch] | None = self._pool.submit(next, items)
-
-    def __next__(self) -> Batch:
-        if self._first is None:
-            return next(self._items)
-        first, self._first = self._first.result(), None
-        self._pool.shutdown()
-        return first
+def prefetch_first(items: Iterator[Batch]) -> Iterator[Batch]:
+    """Start to fetch the first item in the background at once; return the items."""
+    pool = ThreadPoolExecutor(1)
+    first = pool.submit(next, items)
+    pool.shutdown(wait=False)
+    return itertools.chain((future.result() for future in [first]), items)
 
 
 class TrainingLoop:
-    """The training loop of one worker, with its state.
-
-    Args:
-        job: what to train.
-        context: this worker's place among the workers.
-        directory: local copy of the checkpoint to continue from, which is not needed after the construction; None: the
-            run starts from the beginning.
-        reads_data: whether to begin to read the training data; not for an export.
-    """
+    """The training loop of one worker, with its state."""
 
     def __init__(
         self, job: WorkerJob, context: WorkerContext, directory: Path | None, *, reads_data: bool = True
@@ -112,14 +91,14 @@ class TrainingLoop:
         self.num_units, self.seconds_before = state.num_units, state.seconds_trained
         self.best_rating = state.best_rating
         self.validations = [Validation(step=step, scores=scores) for step, scores in state.validations]
-        self.watch, self.reason_to_stop = job.watch, ""
+        self.early_stopping, self.reason_to_stop = job.early_stopping, ""
         self.stop_requests = StopRequests(context)
         self.signs = SignsOfLife(context.terminal, self.rank, lambda: self.step)
         self.must_save = self.must_stop = False
         # Reading data starts before the model is built, so that the first step does not wait for data.
         size = config.optimizer.batch_size
         if reads_data:
-            self.batches = Ahead(self.task.stream.batches(self.step * size, config.run.num_steps * size))
+            self.batches = prefetch_first(self.task.stream.batches(self.step * size, config.run.num_steps * size))
         self.task.build(is_fresh=directory is None)
         self.flops_per_unit = self.task.flops_per_unit()
         self.engine: DeepSpeedEngine = self._start_engine()
@@ -131,7 +110,7 @@ class TrainingLoop:
         self.system_metrics: SystemMetrics | None = None
         if self.is_first:
             self.progress = Progress(
-                context.terminal,
+                context,
                 num_steps=config.run.num_steps,
                 first_step=self.step,
                 unit=self.task.unit,
@@ -149,7 +128,7 @@ class TrainingLoop:
         self.metrics_to_report: dict[str, float] = {}
         self.losses: list[Tensor] = []
         self.batches_digest = state.batches_digest
-        self.total, self.since_report = Pace(), Pace()
+        self.total, self.since_report = Throughput(), Throughput()
 
     def run(self) -> dict[str, Any]:
         """Run the remaining steps, the final validation and the export; return the outcome on rank 0, else `{}`.
@@ -158,7 +137,7 @@ class TrainingLoop:
         """
         config = self.config
         if self.validations:
-            self._look()  # the run may have been killed after the watch decided to end it
+            self._consider_stopping()  # the run may have been killed after it was decided to end it
         while self.step < config.run.num_steps and not self.reason_to_stop:
             started = time.perf_counter()
             batch = next(self.batches)
@@ -167,8 +146,8 @@ class TrainingLoop:
             num_units_before = self.num_units
             statistics = self._train_step(batch, with_statistics=is_logged)
             self.step += 1
-            for pace in (self.total, self.since_report):
-                pace.add(time.perf_counter() - started, waited, self.num_units - num_units_before)
+            for throughput in (self.total, self.since_report):
+                throughput.add(time.perf_counter() - started, waited, self.num_units - num_units_before)
             if self.progress and config.workers.compiles and self.step == self.first_step + 1:
                 self.progress.say(
                     f"the first step took {self.total.seconds:.0f} s, most of it to compile the base's blocks"
@@ -181,7 +160,7 @@ class TrainingLoop:
                 self._report_steps(statistics)
             if is_validated:
                 self._validate(with_details=False)
-                self._look()
+                self._consider_stopping()
             if is_saved or self.reason_to_stop:
                 self._save()
             elif is_validated:
@@ -259,13 +238,9 @@ class TrainingLoop:
 
     def _report_steps(self, statistics: Statistics | None) -> None:
         """Read the losses since the last report, raise FatalTrainingError if one is not finite, and log the metrics."""
-        self._collect_retries()
-        losses = torch.stack(self.losses).double()
-        dist.all_reduce(losses)
-        first = self.step - len(losses) + 1
-        values = losses.tolist()
+        first, losses = self._gather_losses()
+        values: list[float] = losses.tolist()
         self.last_loss = values[-1]
-        self.losses = []
         bad_step = next((step for step, value in enumerate(values, start=first) if not np.isfinite(value)), None)
         if self.metrics:
             for step, value in enumerate(values, start=first):
@@ -278,15 +253,9 @@ class TrainingLoop:
             summary = statistics.summary()
         if not self.is_first:
             return
-        units = self.task.unit
+        speed = self._speed()
         groups = (group for group in self.engine.optimizer.param_groups if "name" in group)
-        speed = {
-            f"{units}_per_second": self.since_report.units_per_second,
-            "data_wait_share": self.since_report.data_wait_share,
-            units: float(self.num_units),
-            **({"store_retries": float(self.retry_log.total)} if self.retry_log.total else {}),
-            **{f"learning_rate/{group['name']}": group["lr"] for group in groups},
-        }
+        speed |= {f"learning_rate/{group['name']}": group["lr"] for group in groups}
         peak = peak_flops_per_second(self.engine.device)
         if peak and self.flops_per_unit:
             used = self.since_report.units_per_second * self.flops_per_unit
@@ -298,7 +267,25 @@ class TrainingLoop:
             self.metrics.log({f"train/{key}": value for key, value in (summary | speed).items()}, self.step)
         if self.progress:
             self.progress.show(self.step, values[-1], summary.get("tau_mean"), self.since_report.units_per_second)
-        self.since_report = Pace()
+        self.since_report = Throughput()
+
+    def _gather_losses(self) -> tuple[int, Tensor]:
+        """Return the step of the first loss since the last report, and all losses, (steps,) or (steps, members)."""
+        self._collect_retries()
+        losses = torch.stack(self.losses).double()
+        dist.all_reduce(losses)
+        self.losses = []
+        return self.step - len(losses) + 1, losses
+
+    def _speed(self) -> dict[str, float]:
+        """Return the metrics of the steps since the last report that do not depend on the task."""
+        units = self.task.unit
+        return {
+            f"{units}_per_second": self.since_report.units_per_second,
+            "data_wait_share": self.since_report.data_wait_share,
+            units: float(self.num_units),
+            **({"store_retries": float(self.retry_log.total)} if self.retry_log.total else {}),
+        }
 
     def _collect_retries(self) -> int:
         """Add what all ranks have counted of repeated requests since the last call, and return the number of the run."""
@@ -346,11 +333,11 @@ class TrainingLoop:
         metrics, self.metrics_to_report = self.metrics_to_report, {}
         return metrics
 
-    def _look(self) -> None:
-        """Ask the watch on rank 0 whether to end the run here, and tell all ranks."""
-        if self.watch is None:
+    def _consider_stopping(self) -> None:
+        """Ask on rank 0 whether to end the run here, and tell all ranks."""
+        if self.early_stopping is None:
             return
-        answer = [self.watch.reason_to_stop(self.validations) if self.is_first else ""]
+        answer = [self.early_stopping.reason_to_stop(self.validations) if self.is_first else ""]
         dist.broadcast_object_list(answer, group=self.host_group)
         (self.reason_to_stop,) = answer
         if self.reason_to_stop and self.progress:

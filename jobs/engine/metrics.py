@@ -10,6 +10,12 @@ from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric
+from mlflow.system_metrics.metrics.base_metrics_monitor import BaseMetricsMonitor
+from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
+from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
+from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
+from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
+from mlflow.system_metrics.metrics.rocm_monitor import ROCMMonitor
 
 from jobs.engine.masking import masked
 from jobs.engine.tracking import TrackedRun, metric_name
@@ -98,3 +104,51 @@ def metric_history(run: TrackedRun, key: str) -> dict[int, float]:
     """Return step → value of a metric; if a restart logged a step again, the latest value counts."""
     history = MlflowClient(run.uri).get_metric_history(run.run_id, metric_name(key))
     return {metric.step: metric.value for metric in sorted(history, key=lambda metric: metric.timestamp)}
+
+
+class SystemMetrics:
+    """Logs usage of CPU, memory, disk, network and GPUs in the background, and once more on closing.
+
+    MLflow's own thread stops for good at the first failed call, and opens a second connection to the server.
+    """
+
+    def __init__(self, logger: MetricLogger, step: Callable[[], int], *, seconds_between_samples: float = 10.0) -> None:
+        self._logger, self._step, self._seconds = logger, step, seconds_between_samples
+        self._monitors = [CPUMonitor(), DiskMonitor(), NetworkMonitor(), *_gpu_monitors()]
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="system-metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Take the last sample and stop."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        for monitor in self._monitors:  # CPU load is measured since the thread's previous call; the first gives 0
+            monitor.collect_metrics()
+            monitor.clear_metrics()
+        while not self._stop.wait(self._seconds):
+            self._sample()
+        self._sample()
+
+    def _sample(self) -> None:
+        for monitor in self._monitors:
+            monitor.collect_metrics()
+            figures = monitor.aggregate_metrics()
+            monitor.clear_metrics()
+            self._logger.log({f"system/{name}": value for name, value in figures.items()}, self._step())
+
+
+def _gpu_monitors() -> list[BaseMetricsMonitor]:
+    """Return the monitors of the GPUs on this machine.
+
+    They need `nvidia-ml-py` or `pyrsmi`, and raise an error on creation if they cannot read any GPU.
+    """
+    found: list[BaseMetricsMonitor] = []
+    for monitor in (GPUMonitor, ROCMMonitor):
+        try:
+            found.append(monitor())
+        except (ImportError, RuntimeError):
+            continue
+    return found

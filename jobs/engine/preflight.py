@@ -14,14 +14,12 @@ from typing import Any, Protocol
 
 from pyarrow.fs import LocalFileSystem
 
-from jobs.engine.cluster import check_machine, check_resources
 from jobs.engine.config import RunSection, TrainingConfig
 from jobs.engine.identity import differences, recorded_values
 from jobs.engine.masking import masked
-from jobs.engine.ray_private import local_resources
 from jobs.engine.resumption import check_start, find_resumption, whole_checkpoints
 from jobs.engine.task import Plan
-from jobs.engine.tracking_store import SQLITE, check_experiment, sqlite_file
+from jobs.engine.tracking import SQLITE, check_experiment, sqlite_file
 from pipelines.storage import exists, join, read_json, resolve, write_bytes
 
 
@@ -35,13 +33,7 @@ class Named(Protocol):
 
 
 def check_plan(plan: Plan) -> dict[str, Any] | None:
-    """Check that a training run can be started, and return its outcome if it is finished already.
-
-    Raises:
-        ValueError: if another configuration has the name, no checkpoint is whole, `run.start_from` cannot be used, the
-            experiment was deleted in MLflow, or this machine, where the job would start Ray, is too small.
-        OSError: if a place where the run writes cannot be written; the message names the field.
-    """
+    """Check that a training run can be started, and return its outcome if it is finished already."""
     config = plan.config
     outcome = check_directory(config)
     if outcome is None:
@@ -52,18 +44,16 @@ def check_plan(plan: Plan) -> dict[str, Any] | None:
             check_writable("tracking.uri", str(sqlite_file(plan.tracking_uri).parent))
         if plan.tracking_uri:
             check_experiment(plan.tracking_uri, config.tracking.experiment)
-        check_machine()
-        check_room(config, plan.data_cpus)
+        if not config.workers.local:
+            from jobs.engine.cluster import check_machine
+
+            check_machine()
+            check_room(config, plan.data_cpus)
     return outcome
 
 
 def check_directory(config: Named) -> dict[str, Any] | None:
-    """Check that the name of a run is not taken and that its storage can be written; return the outcome of a finished run.
-
-    Raises:
-        ValueError: see :func:`find_outcome`.
-        OSError: if the storage cannot be written.
-    """
+    """Check that the name of a run is not taken and that its storage can be written; return the outcome of a finished run."""
     outcome = find_outcome(config)
     if outcome is None:
         check_writable("run.storage", config.run.directory)
@@ -73,12 +63,7 @@ def check_directory(config: Named) -> dict[str, Any] | None:
 
 
 def find_outcome(config: Named) -> dict[str, Any] | None:
-    """Return the outcome of a finished run; None if the run is not finished or has not been started.
-
-    Raises:
-        ValueError: if a run of another configuration has the name; the message shows the fields that differ. Or if the
-            configuration of the run was deleted, but not its checkpoints, which another configuration may have made.
-    """
+    """Return the outcome of a finished run; None if the run is not finished or has not been started."""
     directory = config.run.directory
     held = read_json(f"{directory}/configuration.json")
     if held is None:
@@ -97,15 +82,7 @@ def find_outcome(config: Named) -> dict[str, Any] | None:
 
 
 def check_writable(field: str, uri: str) -> None:
-    """Check that files can be written into a directory, which need not exist yet.
-
-    Args:
-        field: name of the setting that the directory comes from.
-        uri: path or URI of the directory.
-
-    Raises:
-        OSError: if they cannot; the message names the field, the directory and the cause.
-    """
+    """Check that files can be written into a directory, which need not exist yet."""
     filesystem, path = resolve(uri)
     try:
         if isinstance(filesystem, LocalFileSystem):
@@ -128,21 +105,17 @@ def check_writable(field: str, uri: str) -> None:
 
 
 def check_room(config: TrainingConfig, data_cpus: float) -> None:
-    """Check that this machine has the CPUs and GPUs of a run, if it is here that the job will start Ray.
-
-    Args:
-        config: configuration of the run.
-        data_cpus: logical CPUs that reading data takes beside the largest number of workers.
-
-    Raises:
-        ValueError: see :func:`check_resources`.
-    """
+    """Check that this machine has the CPUs and GPUs of a run, if it is here that the job will start Ray."""
+    workers = config.workers
+    if workers.local:
+        raise ValueError("workers.local = True is for one training run: this job runs several, with Ray; leave it out")
     if not os.environ.get("RAY_ADDRESS"):
-        workers = config.workers
-        check_resources(
+        from jobs.engine import cluster, ray_private
+
+        cluster.check_resources(
             num_workers=workers.min_workers,
             cpus_per_worker=workers.cpus_per_worker,
             use_gpu=workers.use_gpu,
             data_cpus=data_cpus * workers.min_workers / workers.max_workers,
-            total=local_resources(),
+            total=ray_private.local_resources(),
         )

@@ -8,7 +8,7 @@ part is not needed any more. What does not exist publicly at all is imported her
   grants, leaves no CPUs for reading data, and may choose a number of workers that does not divide the batch;
 * errors: they tell a worker that died from one that raised, and a group that found no room.
 
-This module does not import torch, because it runs in Ray Train's cleaner, whose start that would double.
+torch is not imported here, because that would double the start of Ray Train's cleaner.
 """
 
 from __future__ import annotations
@@ -65,20 +65,14 @@ def set_policies(
 
 
 def forget_snapshot(directory: str) -> None:
-    """Delete the file in which Ray Train notes the checkpoints of a run.
-
-    Ray Train does not start if a checkpoint that it names is gone, if it is damaged, or if another version of Ray wrote it.
-    """
+    """Delete Ray Train's record of a run's checkpoints: it does not start from one that is damaged or of another version."""
     filesystem, path = resolve(f"{directory}/checkpoint_manager_snapshot.json")
     if filesystem.get_file_info(path).is_file:
         filesystem.delete_file(path)
 
 
 def is_preempted() -> bool:
-    """Return whether a node of this run is about to be taken away; called by a worker.
-
-    The public `ray.train.get_preemption_info` lets all workers wait for each other, at every step.
-    """
+    """Return whether a node of this run will be taken away; the public question lets all workers wait for each other."""
     return get_train_context().preemption_context.preemption_info is not None
 
 
@@ -122,11 +116,7 @@ _open_stores: list[Any] = []  # PyTorch closes a store that nobody holds
 
 
 def open_store() -> tuple[str, int]:
-    """Return the address of this node as Ray knows it, and a port.
-
-    On loopback (:func:`listen_on_loopback`) a store listens there, and nowhere else, until this process ends; otherwise the
-    port is free, and PyTorch will open the store.
-    """
+    """Return the address of this node as Ray knows it, and a port; on loopback a store listens there, and nowhere else."""
     import torch.distributed as dist
 
     address, port = get_address_and_port()
@@ -178,10 +168,9 @@ def loopback_rendezvous() -> Any:
 
 
 def listen_on_loopback() -> None:
-    """Have Ray listen on loopback, of IPv6 too, unless RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1 asks for all addresses.
+    """Have Ray listen on loopback, unless RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1 asks for all addresses.
 
-    An address given to `ray.init` does not change it. The processes that it starts read the variable; this one has read it
-    already, when it imported Ray.
+    The processes that it starts read the variable; this one has read it already, when it imported Ray.
     """
     name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
     os.environ.setdefault(name, "0")
@@ -190,10 +179,7 @@ def listen_on_loopback() -> None:
 
 @contextmanager
 def in_a_group_of_their_own() -> Iterator[None]:
-    """Give every process that Ray starts inside the block a process group of its own.
-
-    A signal to the job's whole group, as `timeout` and many schedulers send it, would end Ray while the job is saving.
-    """
+    """Give Ray's processes groups of their own: a signal to the job's group, as `timeout` sends it, must not end them."""
     original = services.ConsolePopen
     services.ConsolePopen = partial(original, process_group=0)  # type: ignore[misc, assignment]
     try:
@@ -209,10 +195,7 @@ def is_raylet_lost() -> bool:
 
 
 def end_with_this_process() -> None:
-    """Have every process of the Ray that this process has started end with it, also those that a killed raylet has left.
-
-    Raylets end their agents, and Ray the raylet: where the control service or the raylet was killed, agents live on.
-    """
+    """Have every process of the Ray that this process has started end with it, also those that a killed raylet has left."""
     node, owner = worker._global_node, os.getpid()
     if node is None:
         return
@@ -258,13 +241,7 @@ def free_resources() -> Mapping[str, Mapping[str, float]]:
 
 
 def reporting_checkpoints(describe: Callable[[Mapping[str, Any]], Mapping[str, str]]) -> None:
-    """Let what Ray Train reports to this trial of Ray Tune carry a checkpoint, which the public callback leaves out.
-
-    `TuneReportCallback` gives Tune only the metrics, so that population based training has nothing to go on from.
-
-    Args:
-        describe: returns the files of a report's checkpoint, file name → content.
-    """
+    """Let what Ray Train reports to this trial of Ray Tune carry a checkpoint, which `TuneReportCallback` leaves out."""
     session: Any = get_session()
     report = session.report
 

@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 import pyarrow.fs
 
-from jobs.engine import rivals
+from jobs.engine import baselines
+from jobs.engine.baselines import verdict
 from jobs.engine.config import TrainingConfig
 from jobs.engine.fields import resolve_fields
 from jobs.engine.masking import masked
 from jobs.engine.metrics import send_metrics
-from jobs.engine.rivals import verdict
 from jobs.engine.task import Plan, PreparedTask
 from jobs.engine.tracking import TrackedRun, finish_run, reconnection_uri, survive_outage
 from pipelines.storage import read_json, resolve, write_json
@@ -24,13 +24,7 @@ from pipelines.store_errors import RETRIES
 
 
 def keep_end(config: TrainingConfig, unsent_metrics: Sequence[Sequence[Any]], *, note: str) -> None:
-    """Store what MLflow must still receive in the run's directory, until :func:`record_end` has sent it.
-
-    Args:
-        config: configuration of the run.
-        unsent_metrics: metrics that could not be sent so far (`MetricLogger.unsent`).
-        note: Markdown text that describes the run in MLflow.
-    """
+    """Store what MLflow must still receive in the run's directory, until :func:`record_end` has sent it."""
     write_json(_file(config), {"unsent_metrics": list(unsent_metrics), "note": note})
 
 
@@ -46,11 +40,6 @@ def record_end(config: TrainingConfig, outcome: Mapping[str, Any], record_models
     """Send the unsent metrics, the report, the models and the status FINISHED to MLflow, unless this was done before.
 
     An outage of MLflow only causes a warning, and what was to be sent is kept for the next call.
-
-    Args:
-        config: configuration of the run.
-        outcome: outcome of the run.
-        record_models: registers the models; None: no models are registered.
     """
     kept = read_json(_file(config))
     if kept is None:
@@ -63,7 +52,7 @@ def record_end(config: TrainingConfig, outcome: Mapping[str, Any], record_models
         filesystem, path = resolve(f"{config.run.directory}/report")
         with tempfile.TemporaryDirectory() as local:
             pyarrow.fs.copy_files(path, local, source_filesystem=filesystem)
-            final = {f"verdict/{key}": value for key, value in rivals.metrics(outcome).items()}
+            final = {f"verdict/{key}": value for key, value in baselines.metrics(outcome).items()}
             if num_retries := outcome.get("store_retries"):
                 final["store_retries"] = num_retries
             finish_run(
@@ -71,7 +60,7 @@ def record_end(config: TrainingConfig, outcome: Mapping[str, Any], record_models
                 status="FINISHED",
                 artifacts=local,
                 metrics=final,
-                tags=rivals.tags(outcome) | {"batches_digest": outcome.get("batches_digest", "")},
+                tags=baselines.tags(outcome) | {"batches_digest": outcome.get("batches_digest", "")},
                 note=kept["note"],
             )
         if record_models is not None:

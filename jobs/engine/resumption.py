@@ -7,21 +7,22 @@ costs the steps since the previous one.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pyarrow.fs import FileSelector, FileType
 
-from jobs.engine.checkpoint_files import find_damage
 from jobs.engine.config import RunSection, TrainingConfig
 from jobs.engine.identity import differences, may_differ, recorded_values
-from pipelines.storage import read_json, resolve, write_json
+from pipelines.storage import read_json, relative, resolve, write_json
 
 RECORD_FILE = "checkpoints.json"
-# Earlier versions had no record of their own; Ray Train's file names the checkpoints that it has registered.
-_EARLIER_RECORD_FILE = "checkpoint_manager_snapshot.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -56,13 +57,6 @@ def find_resumption(directory: str, known_damage: Mapping[str, str]) -> Resumpti
     """Find out which checkpoints of a run are whole.
 
     An unfinished upload, which was never recorded, is not an error: a run that has no other checkpoint starts at step 0.
-
-    Args:
-        directory: path or URI of the run.
-        known_damage: checkpoint name → damage that workers found in it by digests, which names and sizes do not show.
-
-    Raises:
-        ValueError: if the run had finished checkpoints but none is whole; the message lists what is wrong with each.
     """
     recorded, problem = _read_record(directory)
     names = sorted(_found(directory) | recorded, key=_step)
@@ -87,12 +81,6 @@ def record_checkpoint(directory: str, name: str, *, num_kept: int, rating: float
     """Note that all workers have written a checkpoint, and delete those that are not kept any more.
 
     The newest are kept, and the best one: the last that had a higher rating than all before it.
-
-    Args:
-        directory: path or URI of the run.
-        name: name of the checkpoint, the newest of the run.
-        num_kept: number of newest checkpoints to keep.
-        rating: rating of its model; None: it was not rated.
     """
     best = _read_best(directory)
     if rating is not None and (not best or rating > best["rating"]):
@@ -108,13 +96,7 @@ def record_checkpoint(directory: str, name: str, *, num_kept: int, rating: float
 
 
 def write_record(directory: str, checkpoints: Sequence[str], best: Mapping[str, Any] | None = None) -> None:
-    """Note which checkpoints are whole; a run without one is left without a record.
-
-    Args:
-        directory: path or URI of the run.
-        checkpoints: names of the checkpoints, oldest first.
-        best: `name` and `rating` of the best one; None: the one that was noted before.
-    """
+    """Note which checkpoints are whole; a run without one is left without a record."""
     if checkpoints:
         best = best or _read_best(directory)
         write_json(f"{directory}/{RECORD_FILE}", {"checkpoints": list(checkpoints), **({"best": best} if best else {})})
@@ -155,11 +137,8 @@ def _step(name: str) -> int:
 def _read_record(directory: str) -> tuple[set[str], str]:
     """Return the checkpoints that the record names, and what is wrong with the file (empty if nothing)."""
     try:
-        if (record := read_json(f"{directory}/{RECORD_FILE}")) is not None:
-            names = list(record["checkpoints"])
-        else:
-            earlier = read_json(f"{directory}/{_EARLIER_RECORD_FILE}") or {"checkpoint_results": []}
-            names = [result["checkpoint_dir_name"] for result in earlier["checkpoint_results"]]
+        record = read_json(f"{directory}/{RECORD_FILE}")
+        names = [] if record is None else record["checkpoints"]
         return {name for name in names if _NAME.fullmatch(name)}, ""
     except (ValueError, KeyError, TypeError):
         return set(), "is damaged"
@@ -176,12 +155,7 @@ def start_checkpoint(run: RunSection) -> str:
 
 
 def check_start(config: TrainingConfig) -> None:
-    """Check that a run can start from the checkpoint of another run that its configuration names, if it names one.
-
-    Raises:
-        ValueError: if there is no such checkpoint, if it is not whole, or if the other run differs in a field that shapes
-            the weights or orders the data. Other decimal numbers, such as learning rates and ρ, may differ.
-    """
+    """Check that a run can start from the checkpoint of another run that its configuration names, if it names one."""
     run = config.run
     if not run.start_from:
         return
@@ -203,3 +177,103 @@ def check_start(config: TrainingConfig) -> None:
             f"run.start_from = {run.start_from!r}: that run differs in what shapes the weights or orders the data: "
             f"{'; '.join(changed)}. Give it the same values; decimal numbers such as learning rates and ρ may differ"
         )
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------
+#
+# Every worker adds to a checkpoint a list of the files of its part. The checkpoint is whole if the lists of all its workers
+# exist and belong to one group of workers, and every listed file exists as listed. The driver compares names and sizes
+# before it starts any workers; each worker compares the digests of the part that it is about to read anyway.
+
+_NUM_READERS = 16
+
+
+def list_name(rank: int) -> str:
+    """Return the name of the file list that the worker of this rank writes."""
+    return f"files-{rank:05d}.json"
+
+
+def write_file_list(directory: Path, *, rank: int, world_size: int, group: str) -> None:
+    """Write a list of all files below a directory into that directory."""
+    files = {
+        str(file.relative_to(directory)): {"num_bytes": file.stat().st_size, "digest": _digest(file)}
+        for file in sorted(directory.rglob("*"))
+        if file.is_file() and file != directory / list_name(rank)  # the list exists if an upload is retried
+    }
+    content = {"world_size": world_size, "group": group, "files": files}
+    (directory / list_name(rank)).write_text(json.dumps(content, indent=1))
+
+
+def count_writers(uri: str) -> int:
+    """Return how many workers wrote the whole checkpoint at a path or URI.
+
+    Its directory may hold more parts: those that a group of another size had written when it was killed at the same step.
+    """
+    listed = read_json(f"{uri}/{list_name(0)}")
+    if listed is None:
+        raise FileNotFoundError(f"{uri} holds no {list_name(0)}, the list of files of a checkpoint's first worker")
+    return int(listed["world_size"])
+
+
+def find_damage(uri: str) -> str:
+    """Describe why the checkpoint at a path or URI is not whole, judged by file names and sizes; empty if it is whole."""
+    filesystem, path = resolve(uri)
+    entries = filesystem.get_file_info(FileSelector(path, recursive=True, allow_not_found=True))
+    sizes = {relative(entry.path, path): entry.size for entry in entries if entry.type == FileType.File}
+    if not sizes:
+        return "the directory is missing or empty"
+    try:
+        first = _read_list(uri, 0, sizes)
+        with ThreadPoolExecutor(_NUM_READERS) as pool:
+            others = list(pool.map(lambda rank: _read_list(uri, rank, sizes), range(1, first["world_size"])))
+        for rank, listed in enumerate([first, *others]):
+            if listed["group"] != first["group"]:
+                return f"{list_name(rank)} is of another attempt to save this step than {list_name(0)}"
+            for name, file in listed["files"].items():
+                if name not in sizes:
+                    return f"{name} is missing"
+                if sizes[name] != file["num_bytes"]:
+                    return f"{name} has {sizes[name]} bytes instead of {file['num_bytes']}"
+    except _UnreadableListError as error:
+        return str(error)
+    except (AttributeError, KeyError, TypeError):
+        return "a list of its files is damaged"
+    return ""
+
+
+def find_changed_file(directory: Path, *, rank: int, world_size: int) -> str:
+    """Describe the first file of this worker's share whose digest differs from its list; empty if none does.
+
+    Together the workers check everything: worker r checks the parts of the writers r, r + world size and so on. If as
+    many workers read as wrote, each thus checks the part that it is about to load.
+    """
+    try:
+        num_writers = json.loads((directory / list_name(0)).read_bytes())["world_size"]
+        for writer in range(rank, num_writers, world_size):
+            for name, file in json.loads((directory / list_name(writer)).read_bytes())["files"].items():
+                if _digest(directory / name) != file["digest"]:
+                    return f"{name} does not hold what was written"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).relative_to(directory)} is missing"
+    except (AttributeError, ValueError, KeyError, TypeError):
+        return "a list of its files is damaged"
+    return ""
+
+
+class _UnreadableListError(Exception):
+    """A list of files is missing or is not valid JSON."""
+
+
+def _read_list(uri: str, rank: int, sizes: Mapping[str, int]) -> dict[str, Any]:
+    name = list_name(rank)
+    if name not in sizes:
+        raise _UnreadableListError(f"{name} is missing: its upload was not finished")
+    try:
+        return read_json(f"{uri}/{name}") or {}
+    except ValueError as error:
+        raise _UnreadableListError(f"{name} is damaged") from error
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

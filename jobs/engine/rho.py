@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from jobs.engine.contrastive import ContrastiveSection
-from jobs.engine.temperature import TempNetSection
+from jobs.engine.temperature import ContrastiveSection, TempNetSection
 from tempnet.contrastive.losses import ContrastiveLoss, ContrastiveOutput
 from tempnet.controllers import RhoController
 
@@ -25,13 +24,6 @@ class RhoSteering:
     """Sets the ρ of every step, the same on all ranks; without a target for the mean temperature, ρ stays constant.
 
     Adjusting ρ costs one transfer from the device to the host per step.
-
-    Args:
-        section: the configuration, with the target and the gain.
-        rho: initial value of ρ, in nats.
-        limit: log K, the upper limit of ρ (exclusive).
-        tau_range: the bounds τ₀ and τ_max.
-        apply: sets the ρ of the loss.
     """
 
     def __init__(
@@ -63,10 +55,6 @@ class RhoSteering:
         A temperature near an end of its range hardly responds to its slope, because τ is a sigmoid of the network's
         score s. Slopes are therefore averaged with the weights dτ/ds ∝ (τ − τ₀)(τ_max − τ), by which τ responds to the
         score; this weighted mean is the push on all scores.
-
-        Args:
-            tau: (n,) temperatures of this rank's instances.
-            slope: (n,) f'(τ) at the current ρ.
         """
         assert self._controller is not None
         low, high = self._tau_range

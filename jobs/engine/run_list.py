@@ -11,9 +11,8 @@ from typing import Any
 
 from pyarrow.fs import FileSelector, FileType
 
-from jobs.engine.console import clock
+from jobs.engine.console import FAILURE_FILE, PROGRESS_FILE, clock
 from jobs.engine.lease import LEASE_FILE, is_ended_here
-from jobs.engine.progress import FAILURE_FILE, PROGRESS_FILE
 from jobs.engine.resumption import registered_step
 from pipelines.storage import join, read_json, resolve
 
@@ -24,7 +23,7 @@ _MAX_CAUSE = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunState:
+class RunSummary:
     """What is known of a run."""
 
     name: str
@@ -45,17 +44,8 @@ class RunState:
     """Time of the last sign of life, in seconds since 1970; 0 if there is none."""
 
 
-def list_runs(storage: str, *, now: float | None = None) -> list[RunState]:
-    """Return the training runs in a directory or at a URI, also those one directory deeper, sorted by name.
-
-    Args:
-        storage: directory or URI; a single run's own directory is accepted as well.
-        now: current time in seconds since 1970; None: the clock of this machine.
-
-    Raises:
-        ValueError: if the storage is missing, or its address is not understood.
-        OSError: if it cannot be read.
-    """
+def list_runs(storage: str, *, now: float | None = None) -> list[RunSummary]:
+    """Return the training runs in a directory or at a URI, also those one directory deeper, sorted by name."""
     filesystem, path = resolve(storage)
     if filesystem.get_file_info(path).type == FileType.NotFound:
         raise ValueError(f"storage = {storage!r} is missing: give the directory or URI of --run.storage")
@@ -80,7 +70,7 @@ def _directories(uri: str) -> Iterator[str]:
             yield entry.base_name
 
 
-def read_run(storage: str, name: str, *, now: float) -> RunState | None:
+def read_run(storage: str, name: str, *, now: float) -> RunSummary | None:
     """Return the state of the run with a name, or None if there is no training run in this directory."""
     directory = join(storage, name) if name else storage
     num_steps = _number(_read(directory, "configuration.json"), "run.num_steps")
@@ -98,7 +88,7 @@ def read_run(storage: str, name: str, *, now: float) -> RunState | None:
     left = None if seconds is None or state == "finished" else seconds * (num_steps - step)
     validation = outcome.get("validation")
     validated = _number(validation, "tau_mean") if isinstance(validation, dict) else None
-    return RunState(
+    return RunSummary(
         name=name or directory.rstrip("/").rpartition("/")[2],
         state=state,
         step=step,
@@ -163,36 +153,23 @@ def _describe_failure(failure: dict[str, Any], *, now: float) -> str:
     return f"{clock(max(0.0, now - (_number(failure, 'time') or now)))} ago, at step {failure.get('step')}: {cause}"
 
 
-def table_of(runs: list[RunState]) -> list[list[str]]:
+def table_of(runs: list[RunSummary]) -> list[list[str]]:
     """Return the rows of a table of runs, the heading first."""
     rows = [["run", "state", "step", "loss", "mean τ", "time left", "last failure"]]
-    for run in runs:
-        rows.append(
-            [
-                run.name,
-                run.state,
-                f"{run.step}/{run.num_steps}",
-                "" if run.loss is None else f"{run.loss:.4f}",
-                "" if run.tau_mean is None else f"{run.tau_mean:.4g}",
-                "" if run.seconds_left is None else clock(run.seconds_left),
-                run.failure,
-            ]
-        )
-    return rows
+    return rows + [[run.name, run.state, f"{run.step}/{run.num_steps}", *_figures(run), run.failure] for run in runs]
+
+
+def _figures(run: RunSummary) -> list[str]:
+    """Return loss, mean τ and the remaining time as texts; empty if they are not known."""
+    pairs = ((run.loss, "{:.4f}".format), (run.tau_mean, "{:.4g}".format), (run.seconds_left, clock))
+    return ["" if value is None else text(value) for value, text in pairs]
 
 
 def describe_run(directory: str) -> str:
     """Return one line on a run that is started again: how far it was and why it failed; empty if it has no notes yet."""
-    state = read_run(directory, "", now=time.time())
-    if state is None or (state.loss is None and not state.failure):
+    run = read_run(directory, "", now=time.time())
+    if run is None or (run.loss is None and not run.failure):
         return ""
-    parts = [f"before this start: step {state.step} of {state.num_steps}"]
-    if state.loss is not None:
-        parts.append(f"loss {state.loss:.4f}")
-    if state.tau_mean is not None:
-        parts.append(f"mean τ {state.tau_mean:.4g}")
-    if state.seconds_left is not None:
-        parts.append(f"{clock(state.seconds_left)} left")
-    if state.failure:
-        parts.append(f"last failure {state.failure}")
-    return ", ".join(parts)
+    known = zip(("loss {}", "mean τ {}", "{} left", "last failure {}"), [*_figures(run), run.failure], strict=True)
+    told = [text.format(value) for text, value in known if value]
+    return ", ".join([f"before this start: step {run.step} of {run.num_steps}", *told])

@@ -15,16 +15,18 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from jobs.engine.checkpoint import SafeCheckpointEngine
+from jobs.engine.config import TrainingConfig
+from jobs.engine.deepspeed_engine import make_optimizer
 from jobs.engine.failures import naming_full_disk
-from jobs.engine.job import MembersJob
-from jobs.engine.loop import Pace, TrainingLoop
+from jobs.engine.loop import Throughput, TrainingLoop
 from jobs.engine.metrics import MetricLogger
-from jobs.engine.networks_engine import NetworksEngine
 from jobs.engine.task import Statistics
-from jobs.engine.worker_context import WorkerContext
+from jobs.engine.worker import MembersJob, WorkerContext
 
-_FILE = "members.json"
+_MEMBERS_FILE = "members.json"
 
 
 class MemberTask(Protocol):
@@ -33,23 +35,18 @@ class MemberTask(Protocol):
     @property
     def names(self) -> Sequence[str]:
         """Names of the members."""
-        ...
 
     def start_engine(self) -> NetworksEngine:
         """Return the engine that trains all members."""
-        ...
 
     def take_statistics(self) -> list[Statistics] | None:
         """Return the statistics of every member's last step, if they were requested, and forget them."""
-        ...
 
     def validate_member(self, number: int, *, with_details: bool) -> tuple[dict[str, float], dict[str, Any] | None]:
         """Validate one member as `Task.validate` does."""
-        ...
 
     def export_member(self, number: int) -> None:
         """Write the export of one member."""
-        ...
 
 
 class SideBySideLoop(TrainingLoop):
@@ -63,8 +60,8 @@ class SideBySideLoop(TrainingLoop):
         self.failed: dict[str, str] = {}
         self.loggers: dict[str, MetricLogger] = {}
         unsent: dict[str, list[list[Any]]] = {}
-        if directory and (directory / _FILE).is_file():
-            kept = json.loads((directory / _FILE).read_text())
+        if directory and (directory / _MEMBERS_FILE).is_file():
+            kept = json.loads((directory / _MEMBERS_FILE).read_text())
             self.histories, self.failed, unsent = kept["validations"], kept["failed"], kept["unsent"]
         if self.is_first:
             assert self.progress is not None
@@ -95,12 +92,8 @@ class SideBySideLoop(TrainingLoop):
         return {name: logger.unsent() for name, logger in self.loggers.items()}
 
     def _report_steps(self, statistics: Statistics | None) -> None:
-        self._collect_retries()
-        losses = torch.stack(self.losses).double()  # (steps, members)
-        dist.all_reduce(losses)
-        first = self.step - len(losses) + 1
+        first, losses = self._gather_losses()
         values = losses.cpu().numpy()
-        self.losses = []
         summaries: list[dict[str, float]] = [{} for _ in self.members.names]
         for number, found in enumerate(self.members.take_statistics() or []):
             dist.all_reduce(found.sums)
@@ -116,13 +109,7 @@ class SideBySideLoop(TrainingLoop):
                     self.progress.say(f"{name}: {self.failed[name]}; the others go on")
         if not self.is_first:
             return
-        units = self.task.unit
-        speed = {
-            f"{units}_per_second": self.since_report.units_per_second,
-            "data_wait_share": self.since_report.data_wait_share,
-            units: float(self.num_units),
-            **({"store_retries": float(self.retry_log.total)} if self.retry_log.total else {}),
-        }
+        speed = self._speed()
         engine: Any = self.engine
         for number, logger in enumerate(self.loggers.values()):
             for step, value in enumerate(values[:, number], start=first):
@@ -139,7 +126,7 @@ class SideBySideLoop(TrainingLoop):
                 float(np.mean(tau)) if tau else None,
                 self.since_report.units_per_second,
             )
-        self.since_report = Pace()
+        self.since_report = Throughput()
 
     def _validate(self, *, with_details: bool) -> dict[str, Any]:
         """Validate every member and log its scores; at the end, export it."""
@@ -170,4 +157,99 @@ class SideBySideLoop(TrainingLoop):
                 "failed": self.failed,
                 "unsent": {name: logger.unsent() for name, logger in self.loggers.items()},
             }
-            (directory / _FILE).write_text(json.dumps(kept))
+            (directory / _MEMBERS_FILE).write_text(json.dumps(kept))
+
+
+_NETWORKS_FILE = "networks.pt"
+
+
+class NetworksEngine:
+    """Networks, each with its own AdamW, schedule and clipping, in the place of DeepSpeed, which has one gradient norm."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        networks: Sequence[nn.Module],
+        configs: Sequence[TrainingConfig],
+        *,
+        device: torch.device,
+        world_size: int,
+    ) -> None:
+        self.module = module.to(device)
+        self.networks, self.configs, self.device, self.dp_world_size = networks, configs, device, world_size
+        self.checkpoint_engine = SafeCheckpointEngine()
+        pairs = [
+            make_optimizer(
+                [
+                    {
+                        "name": "tempnet",
+                        "parameters": list(network.parameters()),
+                        "learning_rate": config.optimizer.learning_rate_tempnet,
+                    }
+                ],
+                config,
+            )
+            for network, config in zip(networks, configs, strict=True)
+        ]
+        self.optimizers = [optimizer for optimizer, _ in pairs]
+        self.schedulers = [scheduler for _, scheduler in pairs]
+        for network in networks:
+            for parameter in network.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        self.gradient_norms: list[torch.Tensor] = []
+        """L2 norm of the gradient of every network in the last step, before clipping."""
+
+    def zero_optimization(self) -> bool:
+        """Return False: nothing is divided among workers."""
+        return False
+
+    def train(self, mode: bool = True) -> None:
+        """Set the mode of the module."""
+        self.module.train(mode)
+
+    def eval(self) -> None:
+        """Set the module to eval mode."""
+        self.module.eval()
+
+    def step(self) -> None:
+        """Average the gradients over the workers, clip those of every network by themselves, and update the weights."""
+        if self.dp_world_size > 1:
+            self._average_gradients()
+        self.gradient_norms = [
+            nn.utils.clip_grad_norm_(network.parameters(), config.optimizer.max_grad_norm or float("inf"))
+            for network, config in zip(self.networks, self.configs, strict=True)
+        ]
+        for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            scheduler.step()
+
+    def _average_gradients(self) -> None:
+        """Average all gradients over the workers, in one message."""
+        gradients = [parameter.grad for network in self.networks for parameter in network.parameters()]
+        joined = torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
+        dist.all_reduce(joined)
+        joined.div_(self.dp_world_size)
+        nn.utils.vector_to_parameters(joined, [gradient for gradient in gradients if gradient is not None])
+
+    def save_checkpoint(self, directory: str, *, tag: str, **_: Any) -> None:
+        """Write weights, optimizers and schedules; only the first worker writes, because all hold the same."""
+        if dist.get_rank() != 0:
+            return
+        (Path(directory) / tag).mkdir()
+        state = {
+            "networks": [network.state_dict() for network in self.networks],
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+        }
+        self.checkpoint_engine.save(state, str(Path(directory) / tag / _NETWORKS_FILE))
+
+    def load_checkpoint(self, directory: str, *, tag: str, **_: Any) -> None:
+        """Load what :meth:`save_checkpoint` wrote, whatever number of workers wrote it."""
+        state = self.checkpoint_engine.load(str(Path(directory) / tag / _NETWORKS_FILE), map_location="cpu")
+        for network, value in zip(self.networks, state["networks"], strict=True):
+            network.load_state_dict(value)
+        for optimizer, value in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(value)
+        for scheduler, value in zip(self.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(value)

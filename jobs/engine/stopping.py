@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from jobs.engine.worker_context import Terminal, WorkerContext
+from jobs.engine.worker import Terminal, WorkerContext
 
 _SECONDS_BETWEEN_QUESTIONS = 0.5
 
@@ -42,9 +42,6 @@ class StopRequests:
         """Return whether to save and whether to stop, which is the same on all workers.
 
         The notice about a node reaches the workers one by one; it is answered once, when the first of them has it.
-
-        Args:
-            num_requests: how many workers have returned True from :meth:`read`, for each of the three requests.
         """
         is_preempted, is_saving, is_stopping = (bool(number) for number in num_requests)
         self._is_answered |= is_preempted
@@ -76,11 +73,6 @@ def stopping_softly(ask: Callable[[], None], *, grace_seconds: float, say: Calla
 
     If the workers have not stopped after the grace period, the run is ended as by Ctrl-C. Outside the main thread, which
     alone may handle signals, and without a grace period, SIGTERM means what it did before.
-
-    Args:
-        ask: asks the workers.
-        grace_seconds: seconds that they have.
-        say: prints a line for the user.
     """
     if threading.current_thread() is not threading.main_thread() or not grace_seconds:
         yield

@@ -32,11 +32,9 @@ class Statistics(Protocol):
     @property
     def sums(self) -> Tensor:
         """The sums of this rank; the loop replaces them in place by the sums over all ranks."""
-        ...
 
     def summary(self) -> dict[str, float]:
         """Return metrics computed from the sums, such as means; `tau_mean` is shown with the progress."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,92 +53,61 @@ class Task(Protocol):
     @property
     def config(self) -> TrainingConfig:
         """Configuration of the run, with absolute paths and all defaults resolved."""
-        ...
 
     @property
     def stream(self) -> RankStream:
         """This rank's part of the training data."""
-        ...
 
     @property
     def module(self) -> nn.Module:
         """The module that DeepSpeed trains; available after :meth:`build` was called."""
-        ...
 
     @property
     def unit(self) -> str:
         """Name of the units in which the speed is counted, such as `tokens` or `pairs`."""
-        ...
 
     def build(self, *, is_fresh: bool) -> None:
         """Build the module, with the same weights on every rank, and read the validation data.
 
         Reading of the training data has already begun by then.
-
-        Args:
-            is_fresh: whether the run starts from the beginning; a continued run gets its weights from its checkpoint.
         """
-        ...
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """Return the trainable parameters, in one group for each learning rate and schedule."""
-        ...
 
     def flops_per_unit(self) -> float | None:
         """Return the FLOPs that training on one unit mathematically needs; None if unknown."""
-        ...
 
     def num_units(self, batch: Batch) -> int:
         """Return the number of units in this rank's part of a batch."""
-        ...
 
     def train_step(
         self, engine: DeepSpeedEngine, batch: Batch, *, step: int, num_units: int, with_statistics: bool
     ) -> StepResult:
-        """Run the forward pass, the backward pass and the optimizer step.
+        """Run the forward pass, the backward pass and the optimizer step number `step`, counted from 0.
 
-        Args:
-            engine: DeepSpeed around :attr:`module`.
-            batch: this rank's part of the batch.
-            step: number of the step, counted from 0.
-            num_units: number of units in the global batch.
-            with_statistics: whether to return statistics of the step.
+        `num_units` is the number of units in the global batch; `batch` is this rank's part of it.
         """
-        ...
 
     def validate(
         self, engine: DeepSpeedEngine, *, with_details: bool
     ) -> tuple[dict[str, float], dict[str, Any] | None]:
-        """Validate the model.
-
-        Args:
-            engine: DeepSpeed around :attr:`module`.
-            with_details: whether to also return details for the report.
-
-        Returns:
-            The scores, equal on all ranks, and, on rank 0 if requested, the details for the report.
-        """
-        ...
+        """Return the scores, equal on all ranks, and with details on rank 0 what the report needs."""
 
     def describe(self, scores: Mapping[str, float]) -> str:
         """Format scores as a short text for a progress line."""
-        ...
 
     def rating(self, scores: Mapping[str, float]) -> float | None:
         """Return the rating by which the best model is exported (higher is better); None: the last model is exported."""
-        ...
 
     def export(self) -> None:
         """Write the model to the directory `export` of the run; all ranks call this, rank 0 writes."""
-        ...
 
     def save(self, directory: Path) -> None:
         """Write this rank's state that DeepSpeed does not hold into a checkpoint directory."""
-        ...
 
     def load(self, directory: Path, num_writers: int) -> None:
         """Restore what :meth:`save` wrote, whatever number of workers wrote it."""
-        ...
 
 
 CreateTask: TypeAlias = Callable[[int, int], Task]
@@ -167,13 +134,7 @@ class Membership:
 
     @staticmethod
     def join(names: Sequence[str], members: Sequence[Membership], config: TrainingConfig) -> CreateTask:
-        """Return the function that creates the task of a group.
-
-        Args:
-            names: names of the members.
-            members: the members.
-            config: gives the name and the storage of the group.
-        """
+        """Return the function that creates the task of a group."""
         first = members[0]
         run = replace(first.config.run, name=config.run.name, storage=config.run.storage)
         group = replace(first.config, run=run)
@@ -214,33 +175,26 @@ class Plan(Protocol):
     @property
     def config(self) -> TrainingConfig:
         """Configuration as the user gave it."""
-        ...
 
     @property
     def tracking_uri(self) -> str:
         """MLflow tracking URI; empty if the run is not logged."""
-        ...
 
     @property
     def data_cpus(self) -> float:
         """Number of logical CPUs that reading data takes in addition to the workers."""
-        ...
 
     def describe(self) -> str:
         """Return the plan as text for the terminal."""
-        ...
 
     def prepare(self) -> PreparedTask:
         """Prepare the data and resolve the values that depend on them."""
-        ...
 
     def summary_table(self, outcome: Mapping[str, Any]) -> str:
         """Return the results of a finished run as text for the terminal."""
-        ...
 
     def write_report(self, directory: Path, outcome: Mapping[str, Any], tracked: TrackedRun | None) -> None:
         """Write the plots and pages of a finished run into a directory; `tracked` is None if the run is not logged."""
-        ...
 
 
 def data_set(uri: str, digest: str) -> tuple[str, str, str]:

@@ -7,28 +7,33 @@ directly because MLflow's fluent API would open a new run on every restart.
 from __future__ import annotations
 
 import contextlib
+import getpass
+import json
 import logging
 import math
 import os
 import shlex
+import sys
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from mlflow import MlflowClient
-from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.entities import Dataset, DatasetInput, Experiment, InputTag, LifecycleStage, Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 
 from jobs.engine.config import TrackingSection
+from jobs.engine.identity import configuration_hash
 from jobs.engine.masking import masked
-from jobs.engine.tags import JOB_TAG, origin_tags
-from jobs.engine.tracking_store import SQLITE, find_or_create_experiment, log_data_sets, open_client, sqlite_uri
+from jobs.engine.revision import revision_tags
+from pipelines.block_cache import open_locked
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +62,7 @@ class TrackedRun:
 
 
 def default_uri(storage: str) -> str:
-    """Return $MLFLOW_TRACKING_URI, or the URI of an SQLite database in the storage directory.
-
-    Raises:
-        ValueError: if the variable is not set and the storage is not a local path.
-    """
+    """Return $MLFLOW_TRACKING_URI, or the URI of an SQLite database in the storage directory."""
     if uri := os.environ.get("MLFLOW_TRACKING_URI"):
         return uri
     if "://" in storage:
@@ -73,12 +74,7 @@ def default_uri(storage: str) -> str:
 
 
 def resolve_uri(tracking: TrackingSection, storage: str) -> str:
-    """Return the MLflow tracking URI; empty if nothing is to be logged.
-
-    Raises:
-        ValueError: if the URI is not valid, or is not given and has no default.
-        ConnectionError: if a server does not answer, unless `tracking.optional` is set.
-    """
+    """Return the MLflow tracking URI; empty if nothing is to be logged."""
     if not tracking.enabled:
         return ""
     uri = tracking.uri or default_uri(storage)
@@ -129,12 +125,7 @@ def _around_proxy(address: urllib.parse.SplitResult) -> str:
 
 
 def reconnection_uri(recorded: str, tracking: TrackingSection) -> str:
-    """Return the URI that a run was logged to, with its login if the command line or environment gives the same URI.
-
-    Args:
-        recorded: the URI in the outcome of the run, in which the login is masked.
-        tracking: the tracking section of the configuration.
-    """
+    """Return the URI that a run was logged to, with its login if the command line or environment gives the same URI."""
     given = tracking.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
     return given if masked(given) == recorded else recorded
 
@@ -153,18 +144,6 @@ def open_run(
 
     An existing run keeps its parameters, tags and inputs, except that the ID of a Ray job that continues it is added to
     the IDs of the earlier jobs.
-
-    Args:
-        uri: MLflow tracking URI.
-        experiment: name of the experiment, which is created if it does not exist.
-        name: name of the run.
-        directory: path or URI of the run, by which an existing run is found.
-        parameters: logged as parameters, with secrets masked.
-        tags: tags in addition to :func:`origin_tags` of this process, which they override.
-        data_sets: context → (name, digest, source URI) of the run's inputs.
-
-    Raises:
-        ConnectionError: if MLflow returns an error.
     """
     tags = {**origin_tags(), **tags}
     with _naming_refusals(uri, name):
@@ -185,10 +164,6 @@ def where_to_browse(uri: str, experiment_id: str | None) -> str:
     """Return the lines that say how to see an experiment's runs in MLflow: a command if it needs one, and an address.
 
     The address opens the charts of all metrics, since MLflow's list of runs shows none by default. Passwords are masked.
-
-    Args:
-        uri: MLflow tracking URI.
-        experiment_id: MLflow's ID of the experiment; None or empty: the address is that of MLflow's first page.
     """
     uri = masked(uri)
     page = f"/#/experiments/{experiment_id}/runs?{_RUNS_QUERY}" if experiment_id else ""
@@ -222,11 +197,7 @@ def metric_name(key: str) -> str:
 
 @contextlib.contextmanager
 def survive_outage(what: str) -> Iterator[None]:
-    """Turn any exception inside the block into a warning, so that an MLflow failure does not lose a trained model.
-
-    Args:
-        what: what could not be recorded, for the message.
-    """
+    """Turn any exception inside the block into a warning, so that an MLflow failure does not lose a trained model."""
     try:
         yield
     except Exception as error:
@@ -283,16 +254,7 @@ def finish_run(
     tags: Mapping[str, str] | None = None,
     note: str = "",
 ) -> None:
-    """Close the MLflow run: log its final metrics, tags and artifacts, and set its status.
-
-    Args:
-        run: the run.
-        status: FINISHED or FAILED.
-        artifacts: directory whose files are logged as artifacts; None for none.
-        metrics: final metrics; values that are not finite are dropped.
-        tags: tags to set.
-        note: Markdown text that MLflow shows at the top of the run's page.
-    """
+    """Close the MLflow run: log its final metrics, tags and artifacts, and set its status."""
     client = MlflowClient(run.uri)
     now = int(time.time() * 1000)
     client.log_batch(
@@ -308,3 +270,134 @@ def finish_run(
     if artifacts is not None:
         client.log_artifacts(run.run_id, str(artifacts))
     client.set_terminated(run.run_id, status=status)
+
+
+JOB_TAG = "ray_job_id"
+"""Tag with the IDs of the Ray jobs that a run was trained in."""
+# Environment variable by which Ray describes a submitted job to its driver, in JSON.
+_SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+
+
+def run_tags(config: Any, tracking: TrackingSection) -> dict[str, str]:
+    """Return tags by which a run can be found: configuration hash, preset and table of a paper; empty tags are omitted."""
+    tags = {
+        "configuration_hash": configuration_hash(config),
+        "preset": tracking.preset,
+        "paper.table": tracking.paper,
+    }
+    return {name: value for name, value in tags.items() if value}
+
+
+def ray_job_id() -> str:
+    """Return the ID of the Ray job whose driver this process is; empty if Ray is not running.
+
+    For a job started by `ray job submit` this is its submission ID, else Ray's internal job ID.
+    """
+    submitted = json.loads(os.environ.get(_SUBMITTED_JOB, "{}")).get("metadata", {})
+    if name := submitted.get("job_submission_id", ""):
+        return str(name)
+    ray = sys.modules.get("ray")  # a run in this process does without it
+    return str(ray.get_runtime_context().get_job_id()) if ray and ray.is_initialized() else ""
+
+
+def origin_tags() -> dict[str, str]:
+    """Return tags that say who started a run, with which command, in which Ray job and from which revision of the code.
+
+    Must be called in the process that started the job; what is unknown is omitted.
+    """
+    tags = revision_tags()
+    if ray_job := ray_job_id():
+        tags[JOB_TAG] = ray_job
+    with contextlib.suppress(OSError, KeyError):  # in a container the user ID may have no name
+        tags["mlflow.user"] = getpass.getuser()
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    if module is not None and module.name.startswith("jobs."):
+        tags |= {"mlflow.source.name": module.name, "mlflow.source.type": "JOB"}
+    return tags
+
+
+SQLITE = "sqlite:///"
+_NUM_ATTEMPTS = 5
+
+
+class DeletedExperimentError(ValueError):
+    """The experiment was deleted, but not for ever, and nothing can be logged to it."""
+
+
+def sqlite_uri(file: str) -> str:
+    """Return the URI of a file of SQLite, with the characters escaped that SQLAlchemy would read as something else."""
+    return SQLITE + file.replace("%", "%25").replace("?", "%3F")
+
+
+def sqlite_file(uri: str) -> Path:
+    """Return the file that the URI of SQLite names."""
+    return Path(unquote(uri.removeprefix(SQLITE).partition("?")[0]))
+
+
+def open_client(uri: str) -> MlflowClient:
+    """Return a client of a server or of a file of SQLite, which is made if it does not exist."""
+    if not uri.startswith(SQLITE):
+        return MlflowClient(uri)
+    file = sqlite_file(uri)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # The client makes the tables, in many steps of which none may be made twice.
+    lock = open_locked(file.with_name(f"{file.name}.lock"), os.O_CREAT, waits=True)
+    assert lock is not None  # nothing removes it
+    with lock:
+        client = MlflowClient(uri)
+    if str(file) not in uri:  # MLflow makes a directory of the name as the URI spells it.
+        with suppress(OSError):
+            os.removedirs(Path(uri.removeprefix(SQLITE)).parent)
+    return client
+
+
+def find_or_create_experiment(client: MlflowClient, uri: str, name: str) -> str:
+    """Return the ID of the experiment; the artifacts of a new one lie beside the file of SQLite, or at the server."""
+    location = (sqlite_file(uri).parent / "mlartifacts").as_uri() if uri.startswith(SQLITE) else None
+    existing = client.get_experiment_by_name(name)
+    if existing is None:
+        try:
+            return str(client.create_experiment(name, artifact_location=location))
+        except MlflowException:
+            existing = client.get_experiment_by_name(name)  # another process may have made it
+            if existing is None:
+                raise
+    _refuse_deleted(existing, uri)
+    return str(existing.experiment_id)
+
+
+def check_experiment(uri: str, name: str) -> None:
+    """Check that runs can be logged to an experiment, which need not exist; a file of SQLite is not made."""
+    if uri.startswith(SQLITE) and not sqlite_file(uri).exists():
+        return
+    with suppress(MlflowException):  # a store that cannot be opened has its own message
+        _refuse_deleted(open_client(uri).get_experiment_by_name(name), uri)
+
+
+def _refuse_deleted(experiment: Experiment | None, uri: str) -> None:
+    if experiment and experiment.lifecycle_stage == LifecycleStage.DELETED:
+        raise DeletedExperimentError(
+            f"tracking.experiment = {experiment.name!r} was deleted in MLflow, which keeps it and its name: bring it back "
+            f"by MLFLOW_TRACKING_URI={shlex.quote(masked(uri))} mlflow experiments restore -x {experiment.experiment_id}, "
+            "or log to another one by --tracking.experiment NAME"
+        )
+
+
+def log_data_sets(client: MlflowClient, run_id: str, data_sets: Mapping[str, tuple[str, str, str]]) -> None:
+    """Log the inputs of a run: context → (name, digest, source URI)."""
+    inputs = [_describe_input(context, *data) for context, data in data_sets.items()]
+    for attempt in range(1, _NUM_ATTEMPTS + 1):
+        try:
+            client.log_inputs(run_id, inputs)
+            return
+        except MlflowException:  # another process may have made one of the data sets, and the next attempt will find it
+            if attempt == _NUM_ATTEMPTS:
+                raise
+
+
+def _describe_input(context: str, name: str, digest: str, source: str) -> DatasetInput:
+    place = json.dumps({"uri": masked(source)})
+    return DatasetInput(
+        dataset=Dataset(name=name, digest=digest, source_type="uri", source=place),
+        tags=[InputTag("mlflow.data.context", context)],
+    )

@@ -1,58 +1,170 @@
-"""The functions that Ray Train calls in every worker; they receive the job as pickled bytes.
+"""What a worker of a run does, and what it knows of the processes around it; nothing here needs Ray.
 
-Ray's controller unpickles what it passes on to the workers. A job that is not packed into bytes would make the
-controller import torch, Transformers and DeepSpeed, which it does not need and which would cost seconds at every start
-and half a gigabyte of memory.
+`jobs.engine.ray_worker` runs :func:`train_from_newest` in every worker of Ray Train, and :func:`train_here` in this process.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import os
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ray import cloudpickle
+import pyarrow.fs
 
-from jobs.engine.garbage import collect_seldom
-from jobs.engine.resumption import find_resumption, write_record
+from jobs.engine.failures import FatalTrainingError
+from jobs.engine.resumption import (
+    checkpoint_name,
+    find_resumption,
+    record_checkpoint,
+    start_checkpoint,
+    write_record,
+)
+from pipelines.storage import resolve
 
-if TYPE_CHECKING:  # Ray's controller unpickles these functions, and does not need what they import
-    from jobs.engine.job import WorkerJob
-    from jobs.engine.worker_context import WorkerContext
+if TYPE_CHECKING:  # the driver needs neither DeepSpeed nor MLflow for these
+    from jobs.engine.config import TrainingConfig
+    from jobs.engine.loop import TrainingLoop
+    from jobs.engine.task import CreateTask
+    from jobs.engine.tracking import TrackedRun
+
+# Set for workers that compute on CPUs. Ray runs their code in a thread, where glibc returns every freed megabyte to the
+# kernel and gets it back as zeroed pages, which costs a small step at least a quarter of its time (benchmarks/README.md).
+# A single arena that keeps its memory avoids this. TORCHDYNAMO_DISABLE is set because nothing is compiled here, but DeepSpeed
+# imports its Muon optimizer in any case, which would load torch's compiler and delay every start by a second or more.
+CPU_ENVIRONMENT = {
+    "TORCHDYNAMO_DISABLE": "1",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
+    "MALLOC_TOP_PAD_": str(256 << 20),
+}
 
 
-def pack_job(job: WorkerJob, *, directory: str, checkpoint: str) -> dict[str, Any]:
-    """Pack a job into the settings that the functions below take.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """Scores of a model on held-out data after some step."""
 
-    Args:
-        job: the job.
-        directory: path or URI of the run, which holds its checkpoints.
-        checkpoint: path or URI of a checkpoint to load, unless the run has one of its own; empty for none.
-    """
-    return {"job": cloudpickle.dumps(job), "directory": directory, "checkpoint": checkpoint}
+    step: int
+    """Number of optimizer steps that the model was trained for."""
+    scores: Mapping[str, float]
+    """Name of each score → its value."""
 
 
-def run_worker(settings: dict[str, Any]) -> dict[str, Any]:
-    """Unpack the job and train to the end of the run; see :func:`train_from_newest`."""
-    collect_seldom()
-    from jobs.engine.ray_worker import ray_context
+class EarlyStopping(Protocol):
+    """Decides on rank 0 after every validation whether to end a run; it keeps no state, since runs are continued."""
 
-    job = cloudpickle.loads(settings["job"])
-    context = ray_context(job.mailbox, settings["directory"])
-    return train_from_newest(job, context, directory=settings["directory"], checkpoint=settings["checkpoint"])
+    def reason_to_stop(self, validations: Sequence[Validation]) -> str:
+        """Return why the run should end now, given all its validations, the newest last; empty if it should not."""
+        ...
+
+
+class Terminal(Protocol):
+    """The terminal of the person who started the run, as a worker reaches it."""
+
+    def say(self, line: str) -> None:
+        """Print one line."""
+
+    def show(self, step: int, text: str) -> None:
+        """Show the progress after `step` steps, such as a bar; a text without bar goes through :meth:`say`."""
+
+    def sign(self, rank: int, step: int, place: str) -> None:
+        """Give a sign of life of a worker: how many steps it has made, and where it is."""
+
+    def requests(self) -> tuple[bool, int] | None:
+        """Return whether the run is to stop, and how often it was asked to save; None if nobody can be asked now."""
+
+
+class Report(Protocol):
+    """Takes over metrics and this rank's part of a checkpoint; all ranks call it for the same step."""
+
+    def __call__(self, metrics: Mapping[str, float], directory: Path | None, *, step: int) -> None:
+        """Report the scores of a validation, and store a local directory as a part of the checkpoint; None: of none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerContext:
+    """The place of one worker among all workers of a run. PyTorch's default process group must exist."""
+
+    rank: int
+    world_size: int
+    local_world_size: int
+    """Number of workers on this machine."""
+    report: Report
+    agree: Callable[[Any], Any] = lambda value: value
+    """Returns on all workers what the first one passes; all of them call it."""
+    terminal: Terminal | None = None
+    """None: there is none, and lines are printed into this worker's log."""
+    is_preempted: Callable[[], bool] = lambda: False
+    """Returns whether a machine of this run is about to be taken away."""
+
+    def say(self, line: str) -> None:
+        """Print one line on the terminal."""
+        if self.terminal is None:
+            print(line, flush=True)
+        else:
+            self.terminal.say(line)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerJob:
+    """Everything that the driver sends to every worker."""
+
+    create_task: CreateTask
+    tracked_run: TrackedRun | None = None
+    mailbox: Any = None
+    """The terminal of the person who started the run (`jobs.engine.console`); None if progress is not shown there."""
+    with_bar: bool = False
+    """Whether progress is drawn as a bar (a terminal) or as lines (a log file)."""
+    early_stopping: EarlyStopping | None = None
+    saves_validated: bool = False
+    """Whether to write a checkpoint after every validation, so that whoever ends the run early loses no step."""
+    shares_cores: bool = False
+    """Whether other runs train at the same time on the same machine."""
+
+    def make_loop(self, context: WorkerContext, directory: Path | None) -> TrainingLoop:
+        """Return the training loop of a worker, which continues from the checkpoint in a local directory, if any."""
+        from jobs.engine.loop import TrainingLoop
+
+        return TrainingLoop(self, context, directory)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MembersJob(WorkerJob):
+    """The job of several runs that train side by side; its task is a `jobs.engine.side_by_side.MemberTask`."""
+
+    tracked_members: Mapping[str, TrackedRun] = field(default_factory=dict)
+    """Name of a member → its MLflow run."""
+
+    def make_loop(self, context: WorkerContext, directory: Path | None) -> TrainingLoop:
+        """Return the loop of a worker that trains all members."""
+        from jobs.engine.side_by_side import SideBySideLoop
+
+        return SideBySideLoop(self, context, directory)
+
+
+def worker_environment(config: TrainingConfig) -> dict[str, str]:
+    """Return the environment variables of a training worker."""
+    # DeepSpeed compiles small extensions with ninja, which is installed beside the Python interpreter and may not be on
+    # the PATH.
+    environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"}
+    if not config.workers.use_gpu:
+        environment |= {"DS_ACCELERATOR": "cpu", **CPU_ENVIRONMENT}
+    if config.workers.compiles and "://" not in config.run.prepared_directory:
+        environment["TORCHINDUCTOR_CACHE_DIR"] = f"{config.run.prepared_directory}/compiled"
+    return environment
 
 
 def train_from_newest(job: WorkerJob, context: WorkerContext, *, directory: str, checkpoint: str) -> dict[str, Any]:
     """Train to the end of the run, from its newest checkpoint that is whole; all workers call this.
 
-    Args:
-        job: what to train.
-        context: this worker's place among the workers.
-        directory: path or URI of the run.
-        checkpoint: path or URI of the checkpoint to begin with if the run has none of its own; empty: begin at step 0.
-
-    Returns:
-        On rank 0, the outcome of the run; on every rank, `{"fatal": message}` if the run must not be restarted.
+    A run that has none begins with `checkpoint`, or at step 0 if that is empty. Rank 0 gets the outcome of the run, and every
+    rank `{"fatal": message}` if the run must not be restarted.
     """
     damaged: dict[str, str] = {}
     while True:
@@ -80,7 +192,6 @@ def _choose(directory: str, damaged: dict[str, str], context: WorkerContext) -> 
 def _train(job: WorkerJob, context: WorkerContext, *, checkpoint: str, is_own: bool) -> dict[str, Any]:
     """Train to the end of the run; return also `{"damaged": {checkpoint: message}}` if one of its own is damaged."""
     from jobs.engine.checkpoint import DamagedCheckpointError
-    from jobs.engine.job import FatalTrainingError
     from pipelines.problems import TooManyProblemsError
 
     try:
@@ -102,22 +213,13 @@ def _train(job: WorkerJob, context: WorkerContext, *, checkpoint: str, is_own: b
         return {"damaged": {checkpoint.rpartition("/")[2]: str(error)}}
 
 
-def export_worker(settings: dict[str, Any]) -> dict[str, Any]:
-    """Unpack the job, load the checkpoint of the settings, and write the task's export.
-
-    Returns:
-        An empty dictionary, or `{"fatal": message}` if the checkpoint cannot be used.
-    """
-    collect_seldom()
+def export_checkpoint(job: WorkerJob, context: WorkerContext, *, checkpoint: str) -> dict[str, Any]:
+    """Load a checkpoint and write the task's export; return `{"fatal": message}` if the checkpoint cannot be used."""
     from jobs.engine.checkpoint import DamagedCheckpointError
-    from jobs.engine.job import FatalTrainingError
     from jobs.engine.loop import TrainingLoop
-    from jobs.engine.ray_worker import ray_context
 
-    job = cloudpickle.loads(settings["job"])
     try:
-        with local_copy(settings["checkpoint"]) as directory:
-            context = ray_context(job.mailbox, settings["directory"])
+        with local_copy(checkpoint) as directory:
             loop = TrainingLoop(job, context, Path(directory), reads_data=False)
         loop.task.export()
         loop.close()
@@ -126,11 +228,90 @@ def export_worker(settings: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def local_copy(uri: str) -> Any:
-    """Return a context manager for a local copy of the checkpoint at a path or URI, one for all workers of a node."""
-    from ray.train import Checkpoint
-
-    from pipelines.storage import resolve
-
+@contextmanager
+def local_copy(uri: str) -> Iterator[str]:
+    """Yield a local directory with the checkpoint at a path or URI; workers of Ray on one node share a copy."""
     filesystem, path = resolve(uri)
-    return Checkpoint(path, filesystem).as_directory()
+    if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
+        yield path
+    else:
+        from ray.train import Checkpoint
+
+        with Checkpoint(path, filesystem).as_directory() as directory:
+            yield directory
+
+
+# ---- in this process -------------------------------------------------------------------------------------------------
+
+
+def train_here(job: WorkerJob, config: TrainingConfig, report: Report | None = None) -> dict[str, Any]:
+    """Train from the newest checkpoint that is whole, in this process, as one worker of Ray would.
+
+    Where PyTorch's default process group exists already, all its processes call this and are the workers of the run.
+    """
+    context = _context_here(job, config, report)
+    run = config.run
+    return train_from_newest(job, context, directory=run.directory, checkpoint=start_checkpoint(run))
+
+
+def export_here(job: WorkerJob, config: TrainingConfig, *, checkpoint: str) -> dict[str, Any]:
+    """Write the export of a checkpoint in this process; see :func:`export_checkpoint`."""
+    return export_checkpoint(job, _context_here(job, config, None), checkpoint=checkpoint)
+
+
+def _context_here(job: WorkerJob, config: TrainingConfig, report: Report | None) -> WorkerContext:
+    """Return the context of this process, with a process group of its own unless it has one."""
+    os.environ |= {"DEEPSPEED_LOG_LEVEL": "ERROR", **worker_environment(config)}
+    import torch.distributed as dist
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # what libraries say would be mixed with the bar
+    logging.disable_progress_bar()
+
+    if not dist.is_initialized():
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # DeepSpeed reads them
+        backend = "nccl" if config.workers.use_gpu else "gloo"
+        # A store in a file, so that nothing listens on a port.
+        store = dist.FileStore(tempfile.mktemp(prefix="tempnet-rendezvous-"), 1)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    return WorkerContext(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        local_world_size=dist.get_world_size(),
+        report=report or DirectoryReport(config),
+        agree=agree,
+        terminal=job.mailbox,
+    )
+
+
+def agree(value: Any) -> Any:
+    """Return what the first process passes."""
+    import torch.distributed as dist
+
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+class DirectoryReport:
+    """Copies the parts of a checkpoint into the run's directory, and deletes the oldest checkpoints; see `Report`."""
+
+    def __init__(self, config: TrainingConfig) -> None:
+        self._run = config.run
+        self._group = agree(uuid.uuid4().hex)
+
+    def __call__(self, metrics: Mapping[str, float], directory: Path | None, *, step: int) -> None:
+        """Store this rank's part; all ranks return when the checkpoint is whole."""
+        if directory is None:
+            return
+        import torch.distributed as dist
+
+        from jobs.engine.checkpoint import upload_part
+
+        name, rank = checkpoint_name(step), dist.get_rank()
+        uri = f"{self._run.directory}/{name}"
+        upload_part(directory, uri, rank=rank, world_size=dist.get_world_size(), group=self._group)
+        dist.barrier()
+        if rank == 0:
+            rating = metrics.get("rating")
+            record_checkpoint(self._run.directory, name, num_kept=self._run.num_checkpoints_kept, rating=rating)

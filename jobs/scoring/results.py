@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 import pyarrow.fs
 
+from jobs.engine.description import markdown_table
 from jobs.engine.identity import flatten
 from jobs.engine.masking import masked
-from jobs.engine.tables import markdown_table
 from jobs.engine.tracking import TrackedRun, finish_run, open_run, survive_outage
 from jobs.scoring.analyses.config import Analysis
 from jobs.scoring.config import EvaluationConfig

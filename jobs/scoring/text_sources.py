@@ -16,8 +16,8 @@ from pyarrow.fs import FileType
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
+from jobs.engine.export import model_digest
 from jobs.engine.fields import absolute_path
-from jobs.engine.fingerprints import model_digest
 from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.temperatures.config import PredictTemperaturesConfig
 from pipelines.archives import PLAIN_SUFFIXES, SUFFIXES, Archive, describe_not_read, list_source, resolve_source

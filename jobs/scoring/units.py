@@ -33,9 +33,10 @@ import torch
 from pyarrow.fs import FileSelector, FileType
 from ray.util.annotations import RayDeprecationWarning
 
-from jobs.engine.cluster import CPU_ENVIRONMENT, check_resources, start_ray
+from jobs.engine.cluster import check_resources, start_ray
 from jobs.engine.console import clock
 from jobs.engine.identity import differences
+from jobs.engine.worker import CPU_ENVIRONMENT
 from jobs.scoring.config import PoolSection
 from pipelines.storage import create_directory, read_bytes, read_json, resolve, write_bytes, write_json
 from pipelines.store_errors import RETRIES, RetryLog

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from jobs.engine.checks import check_not_negative, check_positive
-from jobs.engine.locked import LOCK, LOCKED_VARIABLE
+from jobs.engine.fields import check_not_negative, check_positive
 from jobs.engine.masking import masked
-from jobs.engine.revision import VARIABLE, checkout_revision
+from jobs.engine.revision import LOCK, LOCKED_VARIABLE, VARIABLE, checkout_revision
 
 _SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "ACCESS_KEY", "API_KEY", "PRIVATE_KEY", "CREDENTIAL")
 

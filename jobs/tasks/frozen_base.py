@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from jobs.engine.config import TrainingConfig
-from jobs.engine.job import FatalTrainingError
+from jobs.engine.failures import FatalTrainingError
 from pipelines.storage import read_json
 from tempnet.base_model import BASE_FILE, BaseReference, read_reference
 

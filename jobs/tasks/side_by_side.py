@@ -11,7 +11,7 @@ from torch import nn
 from jobs.engine.config import OptimizerSection, TrainingConfig
 from jobs.engine.hardware import worker_device
 from jobs.engine.identity import fixed_values
-from jobs.engine.networks_engine import NetworksEngine
+from jobs.engine.side_by_side import NetworksEngine
 from jobs.engine.task import Statistics
 
 _SHARED_OPTIMIZER = ("batch_size", "micro_batch_size")

@@ -15,9 +15,8 @@ from typing import Any
 
 from support import tiny_run
 
-from jobs.engine.config import OptimizerSection, TrackingSection
+from jobs.engine.config import OptimizerSection, TrackingSection, WorkersSection
 from jobs.engine.launch import train
-from jobs.engine.worker_settings import WorkersSection
 from jobs.scoring.mlflow_models.run import record_models
 from jobs.tasks.dual_encoder.config import (
     ClipConfig,

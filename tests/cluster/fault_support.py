@@ -21,7 +21,7 @@ from fault_site import DisturbedRun, Ending, History, Site
 from pyarrow.fs import FileSelector
 from support import wait_for
 
-from jobs.engine.checkpoint_files import list_name
+from jobs.engine.resumption import list_name
 
 # The last line of a traceback, or an error of the object store in its own words.
 _BARE = re.compile(r"$|(\w+\.)*\w*(Error|Exception|Died|Interrupt)\b(:|$)|(error: )?(\w+Error: )?When .*AWS Error")

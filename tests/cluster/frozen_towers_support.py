@@ -10,8 +10,7 @@ from typing import Any
 from clip_support import SIDE, make_dual_encoder, make_pairs
 from image_archive_support import prepare
 
-from jobs.engine.config import OptimizerSection, RunSection
-from jobs.engine.worker_settings import WorkersSection
+from jobs.engine.config import OptimizerSection, RunSection, WorkersSection
 from jobs.scoring.features.embeddings import Towers, read_unit, units_of
 from jobs.scoring.units import UnitStore
 from jobs.tasks.dual_encoder.config import (

@@ -14,7 +14,7 @@ from pathlib import Path
 from ray._private import ray_constants
 from ray.scripts.scripts import main
 
-from jobs.engine.cluster import CPU_ENVIRONMENT
+from jobs.engine.worker import CPU_ENVIRONMENT
 
 if __name__ == "__main__":
     # The C library reads these when a process starts, so that a fork cannot set them for itself.

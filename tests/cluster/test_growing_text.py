@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from ray.train import TrainingFailedError
 from readme_support import lines_like, run_line
 from sentence_support import NUM_STEPS, history, tiny_sentences
 from support import LANGUAGE_MODEL_OPTIONS, outcome_of, wait_for, write_jsonl_zst
 
+from jobs.engine.failures import FatalTrainingError
 from jobs.engine.launch import train
 from jobs.tasks.sentence_encoder.config import SentenceConfig
 from jobs.tasks.sentence_encoder.data import prepare_documents, span_source
@@ -221,7 +221,7 @@ def test_a_sentence_encoder_that_was_stopped_trains_as_if_its_text_had_been_prep
 
     thief = threading.Thread(target=take_away)
     thief.start()
-    with pytest.raises(TrainingFailedError, match=missing.name):
+    with pytest.raises(FatalTrainingError, match=missing.name):
         train(make_plan(sentences(source, corpus, wordpiece, storage, prepare="streaming", num_workers=2)))
     thief.join()
     shutil.move(tmp_path / "away", missing)

@@ -16,9 +16,9 @@ from language_model_support import assert_same_losses, options_of
 from mlflow import MlflowClient
 from support import run_until, training_worker_pids, wait_for
 
-from jobs.engine.job import FatalTrainingError
+from jobs.engine.console import PROGRESS_FILE
+from jobs.engine.failures import FatalTrainingError
 from jobs.engine.launch import train
-from jobs.engine.progress import PROGRESS_FILE
 from jobs.engine.resumption import RECORD_FILE
 from jobs.engine.run_list import list_runs
 from jobs.tasks.language_model.config import LanguageModelConfig

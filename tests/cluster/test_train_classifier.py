@@ -16,7 +16,7 @@ from support import training_worker_pids, wait_for
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from jobs.engine.resumption import registered_step
-from jobs.engine.watch import Validation, Watch
+from jobs.engine.worker import EarlyStopping, Validation
 from jobs.studies.cross_validation.cross_validation import cross_validate, make_cross_validation
 from jobs.studies.cross_validation.table import Row
 from jobs.studies.trials.command import Results
@@ -89,7 +89,7 @@ def test_a_cross_validation(results: Results[Row], downstream: Path, storage: Pa
     assert load_file(export / "model.safetensors").keys() == dict(model.named_parameters()).keys()
 
 
-def failing_watches(cell: ClassifierConfig, marker: Path) -> dict[str, Watch | None]:
+def failing_watches(cell: ClassifierConfig, marker: Path) -> dict[str, EarlyStopping | None]:
     """Return name of a trial → watch that makes its worker fail once, fail always, die, or (None) go on.
 
     A worker asks the watch after every validation. The classes are defined in this function, because the processes of
@@ -145,7 +145,10 @@ def test_trials_whose_workers_die_are_restarted_or_failed_and_the_others_go_on(
     watches = failing_watches(cell, tmp_path / "raised")
     outcomes = run_trials(
         one_round(
-            [Trial(config=named(cell, name), make_plan=make_plan, watch=watch) for name, watch in watches.items()]
+            [
+                Trial(config=named(cell, name), make_plan=make_plan, early_stopping=watch)
+                for name, watch in watches.items()
+            ]
         ),
         length=4,
         directory=str(tmp_path / "trials"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +81,7 @@ def test_the_run_is_listed(home: Path, reference: dict[str, Any], capsys: pytest
 
 
 def test_a_tempnet_is_trained_on_a_frozen_base_in_bf16(
-    home: Path, reference: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    home: Path, reference: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (line,) = lines_like("jobs.train_lm frozen-small *")
     options = [
@@ -98,6 +100,14 @@ def test_a_tempnet_is_trained_on_a_frozen_base_in_bf16(
     outcome = outcome_of(home, "frozen-small")
     losses = history(outcome, "train/loss")
     assert losses[10] < losses[1]
+    # In one process without Ray, none of which is at this address, the run is the same to the bit.
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    words = [*shlex.split(line)[1:], *options, "--workers.local", "--run.name=alone"]
+    subprocess.run([sys.executable, *words], cwd=home, check=True)
+    alone = outcome_of(home, "alone")
+    assert history(alone, "train/loss") == losses
+    assert (alone["validation"], alone["batches_digest"]) == (outcome["validation"], outcome["batches_digest"])
+    assert files_of(home, "alone") == files_of(home, "frozen-small")
     calibration = json.loads((run / "calibration.json").read_text())
     assert calibration["tau_mean"] == pytest.approx(0.85, abs=1e-3)
     assert outcome["rho"] == calibration["rho"] == load_tempnet(outcome["export"]).config.rho
@@ -118,6 +128,12 @@ def test_a_tempnet_is_trained_on_a_frozen_base_in_bf16(
     write_json(f"{run}/{BASE_FILE}", {"path": reference["export"], "digest": "another"})
     with pytest.raises(ValueError, match=r"run\.name = 'frozen-small' cannot continue: the base model"):
         make_plan(config).prepare()
+
+
+def files_of(home: Path, name: str) -> list[str]:
+    """Return what is in the directory of a run, without what Ray Train itself notes there."""
+    run = home / "runs" / name
+    return sorted(str(file.relative_to(run)) for file in run.rglob("*") if "snapshot" not in file.name)
 
 
 def test_an_export_is_made_of_a_checkpoint(home: Path, reference: dict[str, Any]) -> None:

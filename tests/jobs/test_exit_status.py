@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from jobs.engine import revision
-from jobs.engine.command_line import fail, run_job
-from jobs.engine.hints import job_of, with_hint
+from jobs.engine.command_line import fail, job_of, run_job, with_hint
 from jobs.engine.revision import checkout_revision, revision_tags
 from jobs.studies.sweeps import presets as sweeps
 from jobs.tasks.presets import classifiers, clip, language_models, sentences

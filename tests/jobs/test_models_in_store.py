@@ -22,7 +22,7 @@ from server_support import S3Server
 from support import write_jsonl_zst
 from transformers import AutoConfig, AutoModelForMaskedLM
 
-from jobs.engine.fingerprints import model_digest
+from jobs.engine.export import model_digest
 from jobs.engine.identity import with_fields
 from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, Encoder, caption_encoder
 from jobs.scoring.generation.records import RecordFile

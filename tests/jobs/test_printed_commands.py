@@ -29,8 +29,8 @@ from jobs import (
     train_lm,
     train_reward,
 )
-from jobs.engine.command import print_where_to_look
 from jobs.engine.command_line import parse_preset
+from jobs.engine.launch import print_where_to_look
 from jobs.scoring.dual_encoders.config import EvaluateClipConfig
 from jobs.scoring.dual_encoders.evaluate import retrieval_sources
 from jobs.scoring.generation.config import GenerateConfig

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from jobs.engine.cluster import start_ray
-from jobs.engine.config import RunSection
+from jobs.engine.config import RunSection, WorkersSection
 from jobs.engine.export import open_export
-from jobs.engine.worker_settings import WorkersSection
 from jobs.scoring.calibration.config import Rho
 from jobs.tasks.base import resolve_paths
 from jobs.tasks.language_model.calibration import calibrate

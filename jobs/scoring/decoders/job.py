@@ -11,8 +11,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from jobs.engine.export import model_digest
 from jobs.engine.fields import absolute_path
-from jobs.engine.fingerprints import model_digest
 from jobs.engine.identity import flatten
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.decoders.config import Decoders

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from jobs.engine.tables import markdown_table
+from jobs.engine.description import markdown_table
 from jobs.scoring.decoders.bench import CONSTANT, Comparison
 from jobs.scoring.decoders.quality import PromptFigures
 from tempnet.intervals import Interval

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jobs.engine.config import TrackingSection
-from jobs.engine.named_values import find_duplicate, named_values
+from jobs.engine.fields import find_duplicate, named_values
 from jobs.scoring.config import EvaluationConfig, check_least, check_share
 from pipelines.images.decoding import MAX_PIXELS
 

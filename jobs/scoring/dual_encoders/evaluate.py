@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from jobs.engine.cluster import start_ray
-from jobs.engine.named_values import named_values
+from jobs.engine.fields import named_values
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.dual_encoders.config import EvaluateClipConfig
 from jobs.scoring.dual_encoders.embeddings import (

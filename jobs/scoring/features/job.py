@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from jobs.engine.worker_settings import WorkersSection
+from jobs.engine.config import WorkersSection
 from jobs.scoring.config import PoolSection
 from jobs.scoring.units import UnitStore, Work, map_units
 from pipelines.features import FeatureFiles, FeaturePart, describe_bytes

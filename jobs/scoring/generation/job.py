@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from jobs.engine.export import model_digest, tempnet_digest
 from jobs.engine.fields import absolute_path
-from jobs.engine.fingerprints import model_digest, tempnet_digest
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.generation.formats import FORMATS, Prompt, PromptFormat, read_prompts
 from jobs.scoring.generation.records import Key, RecordFile, settings_hash

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs.engine.tables import markdown_table
+from jobs.engine.description import markdown_table
 from jobs.scoring.results import picture
 from tempnet.headroom.features import FEATURE_SETS
 from tempnet.headroom.profile import TAU_RANGE

@@ -12,8 +12,8 @@ from functools import partial
 import numpy as np
 import torch
 
+from jobs.engine.description import markdown_table
 from jobs.engine.fields import absolute_path
-from jobs.engine.tables import markdown_table
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.language_models.config import EvaluateConfig
 from jobs.scoring.language_models.plan import LAMBADA, WIKITEXT, Plan, make_plan

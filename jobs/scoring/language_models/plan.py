@@ -13,8 +13,8 @@ from pathlib import Path
 from lm_eval.models.utils import resolve_max_length
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
+from jobs.engine.export import model_digest, tempnet_digest
 from jobs.engine.fields import absolute_path
-from jobs.engine.fingerprints import model_digest, tempnet_digest
 from jobs.scoring.language_models.config import NO_TEMPNET, EvaluateConfig
 from jobs.scoring.language_models.harness import Tasks
 from jobs.scoring.language_models.temperatures import Temperature

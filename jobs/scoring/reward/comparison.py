@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jobs.engine.tables import markdown_table
+from jobs.engine.description import markdown_table
 from jobs.scoring.generation.processors import TemperatureRule
 from jobs.scoring.reward.rollouts import Temperature, gain
 from jobs.scoring.reward.trainer import RewardTrainer

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jobs.engine.checks import check_not_negative, check_positive
 from jobs.engine.config import RunSection, TrackingSection
-from jobs.engine.fields import FREE_TO_CHANGE, PATH, values_of
+from jobs.engine.fields import FREE_TO_CHANGE, PATH, check_not_negative, check_positive, values_of
 from jobs.scoring.config import PoolSection, check_least, check_share
 from jobs.scoring.verifiers.verifier import VerifierSection
 from tempnet.network_config import TempNetConfig, TempNetOptions

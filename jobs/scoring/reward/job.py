@@ -10,15 +10,14 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from jobs.engine.cluster import start_ray
+from jobs.engine.cluster import check_machine, start_ray
 from jobs.engine.console import clock
 from jobs.engine.export import open_export
 from jobs.engine.identity import differences, flatten
 from jobs.engine.masking import masked
 from jobs.engine.metrics import MetricLogger
-from jobs.engine.preflight import check_machine, check_writable
-from jobs.engine.tags import run_tags
-from jobs.engine.tracking import TrackedRun, finish_run, mark_if_ended, open_run, resolve_uri, survive_outage
+from jobs.engine.preflight import check_writable
+from jobs.engine.tracking import TrackedRun, finish_run, mark_if_ended, open_run, resolve_uri, run_tags, survive_outage
 from jobs.scoring.reward.comparison import compare_temperatures, table
 from jobs.scoring.reward.config import RewardConfig
 from jobs.scoring.reward.plan import RewardPlan, describe_plan, make_plan, refer_to_base

@@ -22,7 +22,7 @@ from ray.exceptions import RayTaskError
 from ray.util import ActorPool
 from torch import Tensor
 
-from jobs.engine.cluster import CPU_ENVIRONMENT
+from jobs.engine.worker import CPU_ENVIRONMENT
 from jobs.scoring.generation.processors import TemperatureRule
 from jobs.scoring.generation.sampling import Generated, Request, Sampler
 from jobs.scoring.reward.learning import GroupRewards, Learner, Rollout

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from jobs.engine.export import model_digest
 from jobs.engine.fields import absolute_path
-from jobs.engine.fingerprints import model_digest
 from jobs.scoring.models import LoadedModel, ModelSpec
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
 from jobs.scoring.sentence_encoders.transfer import Labelled, pair_features, similarity_figures, transfer_accuracy

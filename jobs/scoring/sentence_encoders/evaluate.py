@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from jobs.engine.named_values import named_values
+from jobs.engine.fields import named_values
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.models import model_labels
 from jobs.scoring.results import Column, Results, percent_table, publish_evaluation

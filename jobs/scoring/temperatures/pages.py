@@ -16,7 +16,7 @@ import pyarrow as pa
 import torch
 from PIL import Image
 
-from jobs.engine.rivals import is_constant
+from jobs.engine.baselines import is_constant
 from jobs.scoring.results import picture
 from jobs.scoring.temperatures.pairs import PairPredictionSettings
 from jobs.tasks.base import naming_field

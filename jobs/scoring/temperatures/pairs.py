@@ -20,8 +20,8 @@ import pyarrow as pa
 import torch
 
 from jobs.engine.cluster import start_ray
+from jobs.engine.export import tempnet_digest
 from jobs.engine.fields import absolute_path
-from jobs.engine.fingerprints import tempnet_digest
 from jobs.scoring.config import PoolSection
 from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, Encoder, caption_encoder, pairs_record, resolve_pairs
 from jobs.scoring.temperatures.config import SUMMARY_FILE, PredictPairTemperaturesConfig

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from jobs.engine.cluster import start_ray
+from jobs.engine.export import tempnet_digest
 from jobs.engine.fields import absolute_path
-from jobs.engine.fingerprints import tempnet_digest
 from jobs.scoring.config import LanguageModelPool
 from jobs.scoring.temperatures.config import SUMMARY_FILE, PredictTemperaturesConfig
 from jobs.scoring.text_parts import Part, ReadArchive, map_archives, part_files, token_arrays, tokenise

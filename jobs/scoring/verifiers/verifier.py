@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from jobs.engine.checks import check_positive
+from jobs.engine.fields import check_positive
 from jobs.scoring.generation.gsm8k import extract_answer, gold_answer
 
 # raised: an exception, or an exit status above 1; timed_out: no answer in time; died: the process ended without one;

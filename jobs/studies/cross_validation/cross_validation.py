@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from jobs.engine.cluster import start_ray
+from jobs.engine.cluster import check_machine, start_ray
 from jobs.engine.identity import configuration_hash
 from jobs.engine.launch import claim_directory, tracking_uri
-from jobs.engine.preflight import check_directory, check_machine, check_room
+from jobs.engine.preflight import check_directory, check_room
 from jobs.engine.task import data_set
 from jobs.studies.cross_validation.table import Row, as_markdown, make_rows
 from jobs.studies.trials.command import Results

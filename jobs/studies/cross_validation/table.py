@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jobs.engine.tables import markdown_table
+from jobs.engine.description import markdown_table
 from jobs.studies.estimates import Estimate, estimate
 from jobs.tasks.classifier.config import CrossValidationConfig
 

@@ -12,8 +12,7 @@ from typing import Annotated, Any
 import tyro
 
 from jobs.engine.config import RunSection, TrackingSection
-from jobs.engine.fields import FREE_TO_CHANGE, absolute_path
-from jobs.engine.named_values import named_values
+from jobs.engine.fields import FREE_TO_CHANGE, absolute_path, named_values
 from jobs.studies.reproduction.experiment import Scale
 from jobs.studies.reproduction.experiments.registry import find
 

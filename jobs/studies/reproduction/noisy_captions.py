@@ -9,7 +9,7 @@ from typing import Any
 
 from pyarrow.fs import FileSelector
 
-from jobs.engine.checkpoint_files import count_writers
+from jobs.engine.resumption import count_writers
 from jobs.studies.reproduction.scoring import FinishedRun, Place
 from pipelines.local_copy import local_copy
 from pipelines.storage import read_bytes, resolve

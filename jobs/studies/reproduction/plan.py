@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jobs.engine.description import markdown_table
 from jobs.engine.identity import check_fields
 from jobs.engine.masking import masked
-from jobs.engine.tables import markdown_table
 from jobs.engine.tracking import resolve_uri
 from jobs.studies.reproduction.config import ReproduceConfig
 from jobs.studies.reproduction.cost import cost_of

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.engine.tables import markdown_table
+from jobs.engine.description import markdown_table
 from jobs.studies.estimates import Estimate
 from jobs.studies.reproduction.experiment import Arm, Measure, Study
 from jobs.studies.reproduction.plan import Reproduction

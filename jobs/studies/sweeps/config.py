@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from jobs.engine.config import RunSection, TrainingConfig
-from jobs.engine.fields import FREE_TO_CHANGE, added_later
+from jobs.engine.fields import FREE_TO_CHANGE, added_later, find_duplicate, named_values
 from jobs.engine.identity import may_differ, with_fields
-from jobs.engine.named_values import find_duplicate, named_values
 from jobs.studies.sweeps.band_search import PRIOR_FALL, PRIOR_SLOPE, search_band
 from jobs.studies.sweeps.search import Point, Search, list_corners, search_grid, search_randomly
 from jobs.tasks.dual_encoder.config import ClipConfig

@@ -18,15 +18,15 @@ from ray.tune.experiment import Trial as TuneTrial
 from ray.tune.search import BasicVariantGenerator
 from ray.tune.search.optuna import OptunaSearch
 
-from jobs.engine.cluster import start_ray
+from jobs.engine.cluster import check_machine, start_ray
 from jobs.engine.config import TrainingConfig
 from jobs.engine.console import clock
-from jobs.engine.late_export import configure, find_checkpoint, make_late_export
+from jobs.engine.export import configure, find_checkpoint, make_late_export
 from jobs.engine.launch import claim_directory
 from jobs.engine.lease import Lease
 from jobs.engine.masking import masked
 from jobs.engine.metrics import send_metrics
-from jobs.engine.preflight import check_directory, check_machine, check_room
+from jobs.engine.preflight import check_directory, check_room
 from jobs.engine.resumption import best_checkpoint, whole_checkpoints
 from jobs.engine.tracking import TrackedRun, end_children, find_child, finish_run, mark_if_ended, survive_outage
 from jobs.studies.sweeps.config import SweepConfig, name_of, place_trial, with_values

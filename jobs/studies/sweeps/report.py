@@ -12,7 +12,7 @@ from typing import Any
 
 import matplotlib
 
-from jobs.engine.tables import markdown_table
+from jobs.engine.description import markdown_table
 from jobs.studies.sweeps.search import LOSS, TITLE, loss_of
 
 matplotlib.use("Agg")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from jobs.engine.watch import Validation
+from jobs.engine.worker import Validation
 from jobs.studies.sweeps.search import loss_of
 
 Rank: TypeAlias = tuple[bool, float]

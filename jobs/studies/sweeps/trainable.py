@@ -29,8 +29,8 @@ from jobs.engine.launch import train
 from jobs.engine.lease import RunIsTakenError
 from jobs.engine.preflight import find_outcome
 from jobs.engine.ray_private import reporting_checkpoints
-from jobs.engine.tags import origin_tags
 from jobs.engine.task import Plan
+from jobs.engine.tracking import origin_tags
 from jobs.scoring.mlflow_models.run import record_models
 from jobs.studies.sweeps.config import name_of, place_trial, with_values
 from jobs.studies.trials.run import DRIVER_CPUS, Trial, make_plan_in_outage

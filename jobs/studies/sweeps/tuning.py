@@ -12,7 +12,7 @@ from ray.tune import Stopper
 from ray.tune.schedulers import ASHAScheduler, MedianStoppingRule, PopulationBasedTraining, TrialScheduler
 from ray.tune.search import Searcher
 
-from jobs.engine.watch import Validation
+from jobs.engine.worker import Validation
 from jobs.studies.sweeps.band_search import PRIOR_SLOPE, search_band
 from jobs.studies.sweeps.search import LOSS, TITLE, Axes, Point, PointResult, loss_of
 from jobs.studies.sweeps.stopping import ETA, GRACE_SHARE, BandRule, Halving, rank_of

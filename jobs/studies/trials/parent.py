@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 from jobs.engine.config import RunSection, TrackingSection
 from jobs.engine.identity import flatten
 from jobs.engine.masking import masked
-from jobs.engine.tags import run_tags
-from jobs.engine.tracking import TrackedRun, finish_run, open_run, survive_outage
+from jobs.engine.tracking import TrackedRun, finish_run, open_run, run_tags, survive_outage
 from jobs.studies.trials.command import Results
 from pipelines.storage import resolve
 

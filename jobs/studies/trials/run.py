@@ -26,10 +26,9 @@ from jobs.engine.launch import claim_directory, train
 from jobs.engine.lease import Lease
 from jobs.engine.masking import masked
 from jobs.engine.recording import record_end
-from jobs.engine.tags import origin_tags
 from jobs.engine.task import Plan
-from jobs.engine.tracking import TrackedRun, end_children, mark_if_ended, survive_outage
-from jobs.engine.watch import Watch
+from jobs.engine.tracking import TrackedRun, end_children, mark_if_ended, origin_tags, survive_outage
+from jobs.engine.worker import EarlyStopping
 from jobs.scoring.mlflow_models.run import record_models
 from pipelines.storage import read_json
 
@@ -46,7 +45,7 @@ class Trial:
     make_plan: Callable[[Any], Plan]
     keep_checkpoints: bool = True
     """Whether to keep the checkpoints; False: they are deleted once the run has an outcome."""
-    watch: Watch | None = None
+    early_stopping: EarlyStopping | None = None
     """A rule that may end the run early; None: it runs to its end."""
 
     @property
@@ -180,7 +179,7 @@ def _run_trial(
         make_plan_in_outage(trial),
         parent_run_id=parent_run_id,
         with_progress=False,
-        watch=trial.watch,
+        early_stopping=trial.early_stopping,
         keep_checkpoints=trial.keep_checkpoints,
         shares_cores=shares_cores,
         origin=origin,

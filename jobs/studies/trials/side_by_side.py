@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ray.train import TrainingFailedError
-
-from jobs.engine.group_launch import train_group
-from jobs.engine.job import FatalTrainingError
-from jobs.engine.launch import claim_directory
+from jobs.engine.failures import FatalTrainingError
+from jobs.engine.launch import claim_directory, train_group
 from jobs.engine.lease import Lease
 from jobs.engine.recording import record_end
-from jobs.engine.tags import origin_tags
-from jobs.engine.tracking import TrackedRun, end_children, mark_if_ended, survive_outage
+from jobs.engine.tracking import TrackedRun, end_children, mark_if_ended, origin_tags, survive_outage
 from jobs.scoring.mlflow_models.run import record_models
 from jobs.studies.trials.run import Outcomes, Trial
 
@@ -58,8 +54,8 @@ def run_side_by_side(
                     origin=origin_tags(),
                     record_models=record_models,
                 )
-            except (FatalTrainingError, TrainingFailedError) as error:
-                outcomes, reasons = {}, dict.fromkeys([trial.name for trial in group], str(error))
+            except FatalTrainingError as error:
+                outcomes, reasons = {}, dict.fromkeys([trial.name for trial in group], error.cause)
             finished |= outcomes
             failed |= reasons
             for name, outcome in outcomes.items():

@@ -9,10 +9,16 @@ import dataclasses
 import itertools
 from dataclasses import dataclass, field
 
-from jobs.engine.checks import check_positive, check_share
 from jobs.engine.config import EncoderSection, RunSection, TrackingSection, TrainingConfig
-from jobs.engine.fields import FREE_TO_CHANGE, PATH, values_of, with_absolute_paths
-from jobs.engine.named_values import find_duplicate
+from jobs.engine.fields import (
+    FREE_TO_CHANGE,
+    PATH,
+    check_positive,
+    check_share,
+    find_duplicate,
+    values_of,
+    with_absolute_paths,
+)
 from pipelines.sentences.senteval import TASK_NAMES, present_tasks
 from tempnet.soft_triple import SoftTripleConfig, SoftTripleOptions
 

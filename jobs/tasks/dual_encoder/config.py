@@ -5,11 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jobs.engine.checks import check_not_negative, check_positive, check_share
 from jobs.engine.config import ValidationSection
-from jobs.engine.contrastive import ContrastiveSection, ContrastiveTrainingConfig
-from jobs.engine.fields import FREE_TO_CHANGE, PATH, added_later
-from jobs.engine.named_values import parse_resources
+from jobs.engine.fields import (
+    FREE_TO_CHANGE,
+    PATH,
+    added_later,
+    check_not_negative,
+    check_positive,
+    check_share,
+    parse_resources,
+)
+from jobs.engine.temperature import ContrastiveSection, ContrastiveTrainingConfig
 from pipelines.images.views import AugmentationConfig
 from pipelines.local_copy import is_directory
 from pipelines.storage import join

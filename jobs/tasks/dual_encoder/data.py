@@ -6,7 +6,6 @@ import time
 
 import numpy as np
 
-from jobs.engine.cluster import check_placement
 from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.node_cache import cache_bytes
 from pipelines.images.manifest import ImageManifest
@@ -33,7 +32,10 @@ def prepare_split(config: ClipConfig, split: str) -> ImageManifest:
     The prepared data are kept in the directory of prepared data, which runs share.
     """
     started = time.monotonic()
-    check_placement("data.reader_resources", config.data.resources)
+    if config.data.resources:  # a run in this process does without Ray, whose import takes seconds
+        from jobs.engine.cluster import check_placement
+
+        check_placement("data.reader_resources", config.data.resources)
     manifest = prepare_images(
         preparation(config, split),
         config.run.prepared_directory,

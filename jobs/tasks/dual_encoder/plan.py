@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from jobs.engine.contrastive import check_sizes
 from jobs.engine.description import describe_plan
 from jobs.engine.launch import tracking_uri
 from jobs.engine.task import Membership, PreparedTask, data_set
+from jobs.engine.temperature import check_sizes
 from jobs.tasks.base import BasePlan, count_parameters, naming_field, resolve_paths
 from jobs.tasks.dual_encoder import report
 from jobs.tasks.dual_encoder.config import ClipConfig

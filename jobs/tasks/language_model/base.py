@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ray
 from transformers import PreTrainedModel
 
-from jobs.engine.cluster import start_ray
 from jobs.tasks.base import naming_field
 from jobs.tasks.frozen_base import check_continues
 from jobs.tasks.language_model.config import LanguageModelConfig
@@ -18,7 +16,7 @@ def refer_to_base(config: LanguageModelConfig) -> BaseReference:
     """Return the reference to the frozen base model of a run.
 
     If model.path is an export that itself refers to a base, it is that base. The digest of a model at a URI is computed
-    by a Ray task, because the driver may have no room for its weights.
+    by a Ray task, because the driver may have no room for its weights, unless it trains itself.
 
     Args:
         config: configuration of the run, with absolute paths.
@@ -27,12 +25,12 @@ def refer_to_base(config: LanguageModelConfig) -> BaseReference:
         ValueError: if the run's directory names another base than the one that is there now, or if the base that an
             export refers to was replaced.
     """
-    path = config.model.path
+    path, is_local = config.model.path, config.workers.local
     reference = read_reference(local_copy(path, with_weights=False))
-    found = BaseReference(path=reference.path, digest=_digest(reference.path)) if reference else None
+    found = BaseReference(path=reference.path, digest=_digest(reference.path, is_local=is_local)) if reference else None
     if reference is not None and found is not None:
         reference.check(found.digest)
-    found = found or BaseReference(path=path, digest=_digest(path))
+    found = found or BaseReference(path=path, digest=_digest(path, is_local=is_local))
     check_continues(config, path, found)
     return found
 
@@ -52,9 +50,13 @@ def check_eight_bits(config: LanguageModelConfig, base: PreTrainedModel) -> None
         )
 
 
-def _digest(path: str) -> str:
-    if "://" not in path:
-        return base_digest(path)
+def _digest(path: str, *, is_local: bool) -> str:
+    if "://" not in path or is_local:
+        return _digest_of_copy(path)
+    import ray
+
+    from jobs.engine.cluster import start_ray
+
     start_ray()
     digest: str = ray.get(ray.remote(_digest_of_copy).options(num_cpus=0).remote(path))
     return digest

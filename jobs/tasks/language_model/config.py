@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jobs.engine.checks import check_not_negative, check_positive
 from jobs.engine.config import TrainingConfig, ValidationSection
-from jobs.engine.fields import PATH, added_later, alternative, stands_for, values_of
+from jobs.engine.fields import PATH, added_later, alternative, check_not_negative, check_positive, stands_for, values_of
 from jobs.engine.temperature import TempNetSection
 from jobs.tasks.language_model.distillation import DISTIL, DistillationSection
 from jobs.tasks.language_model.model_section import ModelSection

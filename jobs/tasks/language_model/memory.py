@@ -1,4 +1,4 @@
-"""The memory that training a language model takes, from its shapes alone (`jobs.engine.memory`)."""
+"""The memory that training a language model takes, from its shapes alone (`jobs.engine.description`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from jobs.engine.memory import training_memory
+from jobs.engine.description import training_memory
 from jobs.tasks.language_model.config import LanguageModelConfig
 from tempnet.models.causal_lm import NUM_PROFILED_LOGITS
 from tempnet.models.packing import document_mask

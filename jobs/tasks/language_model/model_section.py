@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jobs.engine.checks import check_positive, check_share
-from jobs.engine.fields import FREE_TO_CHANGE, PATH, added_later
-from jobs.engine.worker_settings import WorkersSection
+from jobs.engine.config import WorkersSection
+from jobs.engine.fields import FREE_TO_CHANGE, PATH, added_later, check_positive, check_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

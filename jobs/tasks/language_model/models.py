@@ -165,7 +165,7 @@ def find_divisible_base(config: LanguageModelConfig) -> tuple[PreTrainedModel, W
     files = WeightFiles.find(place)
     if files is None:
         return None
-    from jobs.engine.partitioned_loading import base_without_weights  # imports DeepSpeed, which a plan does without
+    from jobs.engine.deepspeed_engine import base_without_weights  # imports DeepSpeed, which a plan does without
 
     base = base_without_weights(place, **_options_of_loading(config))
     return None if files.match(base) is None else (base, files)

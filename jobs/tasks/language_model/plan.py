@@ -10,9 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jobs.engine.description import describe_plan
+from jobs.engine.description import check_fits, describe_plan
 from jobs.engine.launch import tracking_uri
-from jobs.engine.memory import check_fits
 from jobs.engine.task import Membership, PreparedTask, data_set
 from jobs.engine.tracking import TrackedRun
 from jobs.tasks.base import BasePlan, count_parameters, naming_field, resolve_paths

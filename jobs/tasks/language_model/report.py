@@ -11,18 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from jobs.engine.curves import draw_curves
+from jobs.engine.curves import draw_curves, pyplot
 from jobs.engine.description import results
 from jobs.engine.tracking import TrackedRun
 from pipelines.text.tokenization import token_pieces
 from tempnet.softmax.config import LOSS_KINDS
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 # A text as the pieces of its tokens (`token_pieces`), the τ with which each token was predicted, and the entropy of that
 # prediction at τ = 1, in nats.
@@ -171,13 +167,14 @@ def _list(values: Sequence[float], digits: int) -> str:
 def _colour(share: float) -> str:
     """Return the colour for a share in [0, 1]: from blue (low τ) through white to red (high τ)."""
     share = min(1.0, max(0.0, float(share)))
-    red, green, blue, _ = matplotlib.colormaps["coolwarm"](0.12 + 0.76 * share)
+    red, green, blue, _ = pyplot().get_cmap("coolwarm")(0.12 + 0.76 * share)
     return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
 
 
 def _draw_histogram(path: Path, outcome: Mapping[str, Any]) -> None:
     counts = np.array(outcome["histogram"])
     edges = np.linspace(outcome["tau_min"], outcome["tau_max"], len(counts) + 1)
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     axes.bar(edges[:-1], counts / max(1.0, counts.sum()), width=np.diff(edges), align="edge")
     axes.axvline(outcome["validation"]["tau_mean"], color="black", linestyle="--", label="mean τ")

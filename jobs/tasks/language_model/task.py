@@ -12,8 +12,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
-from jobs.engine.deepspeed_engine import deepspeed_config
-from jobs.engine.partitioned_loading import load_partitioned
+from jobs.engine.deepspeed_engine import deepspeed_config, load_partitioned
 from jobs.engine.rho import RhoSteering
 from jobs.engine.task import ParameterGroup, StepResult
 from jobs.tasks.base import BaseTask, base_and_tempnet_groups

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from jobs.engine.config import OptimizerSection, RunSection, TrackingSection
-from jobs.engine.worker_settings import WorkersSection
+from jobs.engine.config import OptimizerSection, RunSection, TrackingSection, WorkersSection
 from jobs.tasks.language_model.config import (
     BlockValidationSection,
     DataSection,

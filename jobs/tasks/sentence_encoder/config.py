@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jobs.engine.checks import check_not_negative, check_positive, check_share
 from jobs.engine.config import EncoderSection, RunSection, ValidationSection
-from jobs.engine.contrastive import ContrastiveSection, ContrastiveTrainingConfig
-from jobs.engine.fields import PATH
+from jobs.engine.fields import PATH, check_not_negative, check_positive, check_share
+from jobs.engine.temperature import ContrastiveSection, ContrastiveTrainingConfig
 from jobs.tasks.text.config import TextSection
 from pipelines.sentences.spans import SpanConfig
 from tempnet.contrastive.config import LOSS_KINDS

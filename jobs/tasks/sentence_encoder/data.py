@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jobs.engine.contrastive import check_sizes
 from jobs.engine.task import Task
+from jobs.engine.temperature import check_sizes
 from jobs.tasks.sentence_encoder.config import SentenceConfig
 from jobs.tasks.text.data import cache_for, describe_data, find, prepare_split, prepare_training_text
 from pipelines.sentences.spans import SpanSource

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jobs.engine.checks import check_not_negative, check_positive, check_share
-from jobs.engine.fields import FREE_TO_CHANGE, PATH
-from jobs.engine.named_values import parse_resources
+from jobs.engine.fields import FREE_TO_CHANGE, PATH, check_not_negative, check_positive, check_share, parse_resources
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, so that a class can inherit from other slotted ones too

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from jobs.engine.cluster import check_placement
 from jobs.engine.config import RunSection
 from jobs.tasks.node_cache import GIB, cache_bytes
 from jobs.tasks.text.config import TextSection
@@ -52,7 +51,7 @@ def prepare_split(
         check_num_rows: refuses a number of rows.
     """
     started = time.monotonic()
-    check_placement("data.reader_resources", config.data.resources)
+    _check_placement(config.data.resources)
     manifest = prepare_text(
         _prepare_config(config, split),
         layout,
@@ -80,7 +79,7 @@ def prepare_training_text(
     data = config.data
     if not data.is_streaming:
         return prepare_split(config, layout, "train", check_num_rows)
-    check_placement("data.reader_resources", data.resources)
+    _check_placement(data.resources)
     manifest = load_or_grow(
         _prepare_config(config, "train"),
         layout,
@@ -137,6 +136,13 @@ def cache_for(config: TextConfig, manifest: Manifest | GrowingManifest, split: s
         shard_bytes=shard_bytes(manifest),
         split=split,
     )
+
+
+def _check_placement(resources: dict[str, float]) -> None:
+    if resources:  # a run in this process does without Ray, whose import takes seconds
+        from jobs.engine.cluster import check_placement
+
+        check_placement("data.reader_resources", resources)
 
 
 def _prepare_config(config: TextConfig, split: str) -> PrepareConfig:

@@ -18,7 +18,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from jobs.engine.checkpoint import FRESH_STATE, SafeCheckpointEngine, _process_directory, read_state, upload_part
 from jobs.engine.config import RunSection, TrainingConfig
-from jobs.engine.job import FatalTrainingError
+from jobs.engine.failures import FatalTrainingError
 
 CONFIG = TrainingConfig(run=RunSection(name="run"))
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from jobs.engine.checkpoint_files import find_changed_file, find_damage, list_name, write_file_list
 from jobs.engine.resumption import (
     RECORD_FILE,
     Resumption,
     best_checkpoint,
+    find_changed_file,
+    find_damage,
     find_resumption,
+    list_name,
     record_checkpoint,
     registered_step,
+    write_file_list,
     write_record,
 )
 
@@ -113,12 +115,7 @@ def run(tmp_path: Path) -> Path:
 BOTH = ["checkpoint-00000005", "checkpoint-00000010"]
 
 
-@pytest.mark.parametrize("is_earlier", [False, True], ids=["own", "of an earlier version"])
-def test_the_record_names_the_newest(run: Path, is_earlier: bool) -> None:
-    if is_earlier:  # what Ray Train wrote
-        (run / RECORD_FILE).unlink()
-        results = [{"checkpoint_dir_name": name, "metrics": {}} for name in BOTH]
-        (run / "checkpoint_manager_snapshot.json").write_text(json.dumps({"checkpoint_results": results}))
+def test_the_record_names_the_newest(run: Path) -> None:
     assert registered_step(str(run)) == 10
     assert find_resumption(str(run), {}) == Resumption(checkpoints=BOTH, notes=[])
     shutil.rmtree(run / BOTH[0])

@@ -24,9 +24,9 @@ from ray.exceptions import ActorUnavailableError
 from ray.train.v2.api.exceptions import ControllerError
 from support import ROOT
 
-from jobs.engine import cluster, cluster_loss, ray_private
+from jobs.engine import cluster, ray_failures, ray_private
 from jobs.engine.cluster import check_machine, ensure_token, private_directory, start_ray
-from jobs.engine.cluster_loss import HeadWatch, LostClusterError, naming_lost_cluster
+from jobs.engine.ray_failures import HeadWatch, LostClusterError, naming_lost_cluster
 from pipelines.storage import read_json
 
 
@@ -48,7 +48,7 @@ def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
 @pytest.fixture
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the processes of a head end in the same moment."""
-    monkeypatch.setattr(cluster_loss.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(ray_failures.time, "sleep", lambda seconds: None)
 
 
 def unavailable() -> ActorUnavailableError:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +12,8 @@ from ray.train import ScalingConfig
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision
 
 from jobs.engine import elasticity
-from jobs.engine.config import OptimizerSection, RunSection, TrainingConfig
+from jobs.engine.config import OptimizerSection, RunSection, TrainingConfig, WorkersSection
 from jobs.engine.elasticity import ElasticPolicy
-from jobs.engine.worker_settings import WorkersSection
 
 Nodes = list[dict[str, float]]
 
@@ -74,10 +71,7 @@ class Cluster:
 
     @property
     def mailbox(self) -> Any:
-        def remote(function: Callable[..., None]) -> Any:
-            return SimpleNamespace(remote=function)
-
-        return SimpleNamespace(ask_to_save=remote(self.ask_to_save), say=remote(self.said.append))
+        return SimpleNamespace(ask_to_save=self.ask_to_save, say=self.said.append)
 
     def make_policy(self, possible: list[int], cpus: float = 1.0, data_cpus: float = 0.0) -> ElasticPolicy:
         scaling = ScalingConfig(num_workers=possible[-1], resources_per_worker={"CPU": cpus})
@@ -172,18 +166,3 @@ def test_what_readers_leave_free_for_a_moment_is_no_room(cluster: Cluster) -> No
     cluster.step += 1
     assert [look(policy, 2) for _ in range(2)] == [None, None]
     assert cluster.num_saves == 0
-
-
-def test_a_node_that_is_gone_is_not_counted_although_ray_lists_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as gone, socket.socket() as there:
-        for listener in (gone, there):
-            listener.bind(("127.0.0.1", 0))
-            listener.listen()
-        ports = [listener.getsockname()[1] for listener in (there, gone, there)]
-        gone.close()
-        nodes = [
-            {"Alive": alive, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}
-            for alive, port in zip((True, True, False), ports, strict=True)
-        ]
-        monkeypatch.setattr(elasticity.ray, "nodes", lambda: nodes)
-        assert elasticity.answering_nodes() == nodes[:1]

@@ -19,16 +19,10 @@ from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 from safetensors.torch import save_file
 
-from jobs.engine import failures
+from jobs.engine import failures, ray_failures
 from jobs.engine.checkpoint import SafeCheckpointEngine
-from jobs.engine.failures import (
-    DiskFullError,
-    RestartPolicy,
-    describe_failure,
-    explain_end,
-    naming_full_disk,
-    naming_refused_write,
-)
+from jobs.engine.failures import DiskFullError, naming_full_disk, naming_refused_write
+from jobs.engine.ray_failures import RestartPolicy, describe_failure, explain_end
 from jobs.engine.resumption import Resumption, write_record
 from pipelines.storage import read_json, write_json
 from pipelines.store_errors import RefusedWriteError
@@ -107,7 +101,7 @@ def test_waiting_for_room_is_told_every_minute_and_has_an_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    monkeypatch.setattr(failures.time, "monotonic", lambda: now)
+    monkeypatch.setattr(ray_failures.time, "monotonic", lambda: now)
     no_room = ControllerError(WorkerGroupStartupTimeoutError(num_workers=2))
     restarts = policy(tmp_path)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from jobs.engine.hardware import num_threads_per_worker, peak_flops_per_second
-from jobs.engine.worker_settings import WorkersSection
+from jobs.engine.config import WorkersSection
+from jobs.engine.hardware import num_threads_per_worker
 from jobs.tasks.language_model.flops import flops_per_token
 from jobs.tasks.presets.language_models import PRESETS
 from tempnet import TempNet, TempNetConfig
@@ -38,10 +38,6 @@ def test_flops_equal_a_count_by_hand(freeze: bool) -> None:
     for parameter in base.parameters():  # as ZeRO 3 leaves them
         parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0)
     assert flops_per_token(module, config) == whole
-
-
-def test_a_cpu_has_no_known_peak() -> None:
-    assert peak_flops_per_second(torch.device("cpu")) is None
 
 
 def test_runs_side_by_side_do_not_take_each_others_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from jobs.engine.config import TrainingConfig
+from jobs.engine.export import configuration_from, model_digest, read_task, tempnet_digest, write_task
 from jobs.engine.fields import absolute_path, resolve_fields
-from jobs.engine.fingerprints import model_digest, tempnet_digest
 from jobs.engine.identity import configuration_hash, differences, fixed_values, flatten, with_fields
-from jobs.engine.late_export import configuration_from, read_task, write_task
 from jobs.tasks.presets.language_models import PRESETS
 from tempnet import TempNet, TempNetConfig
 from tempnet.fingerprints import files_digest
@@ -65,8 +64,7 @@ def test_only_what_exists_here_becomes_absolute(tmp_path: Any, monkeypatch: pyte
     assert absolute_path("model") == str(tmp_path / "model")
     assert [absolute_path(value) for value in ("", "gpt2", "s3://b/model")] == ["", "gpt2", "s3://b/model"]
 
-
-def test_a_link_to_a_file_keeps_the_suffix_that_tells_its_format(tmp_path: Any) -> None:
+    # A link to a file keeps the suffix that tells its format.
     (tmp_path / "blobs").mkdir()
     (tmp_path / "blobs" / "5f1e").touch()
     (tmp_path / "text.jsonl").symlink_to(tmp_path / "blobs" / "5f1e")

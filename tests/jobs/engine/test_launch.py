@@ -15,15 +15,14 @@ from typing import Any, NoReturn
 import pytest
 from ray.train.torch import TorchTrainer
 
-from jobs.engine import late_export, launch, lease, preflight
-from jobs.engine.checkpoint_files import write_file_list
+from jobs.engine import cluster, export, launch, lease, ray_private
 from jobs.engine.command_line import run_job
-from jobs.engine.config import OptimizerSection, RunSection, TrainingConfig
+from jobs.engine.config import OptimizerSection, RunSection, TrainingConfig, WorkersSection
+from jobs.engine.export import configure, find_checkpoint
 from jobs.engine.identity import configuration_hash, with_fields
-from jobs.engine.late_export import configure, find_checkpoint
 from jobs.engine.launch import claim_directory
-from jobs.engine.resumption import check_start, checkpoint_name, start_checkpoint, write_record
-from jobs.engine.worker_settings import WorkersSection
+from jobs.engine.preflight import check_room
+from jobs.engine.resumption import check_start, checkpoint_name, start_checkpoint, write_file_list, write_record
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.plan import make_plan
 from jobs.tasks.presets.language_models import PRESETS, gpt2_scratch
@@ -42,7 +41,7 @@ def change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Change:
     def start_ray() -> None:
         raise AssertionError("Ray was started")
 
-    monkeypatch.setattr(launch, "start_ray", start_ray)
+    monkeypatch.setattr(cluster, "start_ray", start_ray)
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.jsonl").write_text(json.dumps({"text": "a b c"}) + "\n")
     train_bpe(["a b c d e f g"], 400).save_pretrained(tmp_path / "tokenizer")
@@ -84,8 +83,8 @@ def test_what_cannot_start_holds_no_name(change: Change, monkeypatch: pytest.Mon
     def too_small(**wanted: Any) -> None:
         raise ValueError("the cluster has no GPU")
 
-    monkeypatch.setattr(launch, "start_ray", lambda: None)
-    monkeypatch.setattr(launch, "check_resources", too_small)
+    monkeypatch.setattr(cluster, "start_ray", lambda: None)
+    monkeypatch.setattr(cluster, "check_resources", too_small)
     config = change()
     with pytest.raises(ValueError, match="no GPU"):
         launch.train(make_plan(config))
@@ -128,8 +127,8 @@ def test_a_dry_run_refuses_what_the_run_refuses(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    resources = preflight.local_resources()
-    monkeypatch.setattr(preflight, "local_resources", lambda: resources | {"GPU": 0.0})
+    resources = ray_private.local_resources()
+    monkeypatch.setattr(ray_private, "local_resources", lambda: resources | {"GPU": 0.0})
     claim_directory(change({"run.name": "taken"}))
     write_checkpoint(tmp_path / "runs" / "deleted", 5)
     name, preset = job.split()
@@ -144,6 +143,26 @@ def test_a_dry_run_refuses_what_the_run_refuses(
     assert said[0] == said[1]
     assert message in said[0]
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["deleted", "taken"]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"workers.num_workers": 2}, "workers.num_workers = 2 must be 1 with workers.local"),
+        ({"workers.num_workers": "1:2"}, "workers.num_workers = 1:2 must be 1 with workers.local"),
+        (
+            {"data.prepare": "streaming"},
+            "data.prepare = 'streaming' needs Ray, which workers.local = True does without",
+        ),
+        ({"data.reader_resources": ("reader=1",)}, "data.reader_resources = "),
+    ],
+)
+def test_a_run_in_this_process_refuses_what_needs_ray(change: Change, values: dict[str, Any], message: str) -> None:
+    local = {"workers.local": True, "workers.num_workers": 1}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        change(local | values)
+    with pytest.raises(ValueError, match=r"workers\.local = True is for one training run"):
+        check_room(change(local), 0.0)
 
 
 def make_config(tmp_path: Path, name: str, start_from: str = "", seed: int = 0, **sections: Any) -> TrainingConfig:
@@ -262,9 +281,9 @@ def test_ctrl_c_while_ray_train_runs_ends_with_130(tmp_path: Path, monkeypatch: 
         raise SystemExit(0)
 
     monkeypatch.setattr(TorchTrainer, "fit", end)
-    monkeypatch.setattr(late_export, "start_ray", lambda: None)
-    monkeypatch.setattr(late_export, "check_resources", lambda **needed: None)
+    monkeypatch.setattr(cluster, "start_ray", lambda: None)
+    monkeypatch.setattr(cluster, "check_resources", lambda **needed: None)
     with pytest.raises(SystemExit) as ended:
-        run_job(lambda arguments: late_export.make_late_export(plan, late) or 0)
+        run_job(lambda arguments: export.make_late_export(plan, late) or 0)
     assert ended.value.code == 130
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-00000005"]

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.numpy import load_file
 
-from jobs.engine.checkpoint_files import find_damage
-from jobs.engine.watch import Validation
+from jobs.engine.resumption import find_damage
+from jobs.engine.worker import Validation
 from pipelines.store_errors import RETRIES
 from tests.local_training import Asking, Call, history, processes, train_plan
 
@@ -184,7 +184,7 @@ def test_an_interrupted_run_goes_on_with_the_same_or_another_number_of_processes
 ) -> None:
     name = f"interrupted-{stage}-{num_after}"
     sections = {"workers": {"zero_stage": stage, "num_workers": "1:2"}, "run": {"checkpoint_every": 100}}
-    result = site.train(name, 2, settings={"terminal": Asking(after_step=6, must_stop=True)}, **sections)
+    result = site.train(name, 2, settings={"mailbox": Asking(after_step=6, must_stop=True)}, **sections)
     step = result["interrupted"]
     assert 6 < step < NUM_STEPS
     outcome = site.train(name, num_after, **sections)
@@ -196,7 +196,7 @@ def test_an_interrupted_run_goes_on_with_the_same_or_another_number_of_processes
 
 def test_a_request_to_save_is_answered_once_and_the_run_goes_on(site: Site, undisturbed: dict[str, Any]) -> None:
     outcome = site.train(
-        "saved", 2, settings={"terminal": Asking(after_step=4, must_stop=False)}, run={"checkpoint_every": 100},
+        "saved", 2, settings={"mailbox": Asking(after_step=4, must_stop=False)}, run={"checkpoint_every": 100},
         workers={"num_workers": 2},
     )  # fmt: skip
     assert outcome["num_steps"] == NUM_STEPS
@@ -229,7 +229,7 @@ class Killing(Asking):
 
 def kill_itself(rank: int, world_size: int, make: Callable[[], Any], file: str, step: int) -> Any:
     """Train until the first process is killed."""
-    return train_plan(rank, world_size, make, file, {"terminal": Killing(after_step=step, must_stop=False)})
+    return train_plan(rank, world_size, make, file, {"mailbox": Killing(after_step=step, must_stop=False)})
 
 
 def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(site: Site, undisturbed: dict[str, Any]) -> None:
@@ -277,8 +277,8 @@ class StopAt:
         return f"seen {len(validations)}" if validations[-1].step >= self.step else ""
 
 
-def test_a_watch_ends_a_run_which_is_then_finished(site: Site, undisturbed: dict[str, Any]) -> None:
-    settings = {"watch": StopAt(6)}
+def test_early_stopping_ends_a_run_which_is_then_finished(site: Site, undisturbed: dict[str, Any]) -> None:
+    settings = {"early_stopping": StopAt(6)}
     outcome = site.train("watched", 2, settings=settings, workers={"num_workers": 2})
     assert (outcome["num_steps"], outcome["stopped"]) == (6, "seen 1")
     assert [found["step"] for found in outcome["validations"]] == [6, 6]

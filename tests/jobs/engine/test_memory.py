@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from jobs.engine.config import WorkersSection
+from jobs.engine.description import GIB, check_fits, describe_memory, training_memory
 from jobs.engine.identity import with_fields
-from jobs.engine.memory import GIB, check_fits, describe_memory, training_memory
-from jobs.engine.worker_settings import WorkersSection
 from jobs.tasks.base import count_parameters
 from jobs.tasks.language_model.memory import estimate_memory, saved_bytes
 from jobs.tasks.presets.language_models import PRESETS
@@ -56,17 +55,6 @@ def test_gradients_of_a_gpu_are_in_buckets_of_a_fixed_size() -> None:
     assert gradients(1, 10_000_000_000) == pytest.approx(10 + 10)
 
 
-def test_validation_takes_what_a_step_has_freed_on_a_gpu_and_new_memory_on_cpus() -> None:
-    sizes: dict[str, Any] = {"num_trained": 1000, "activations": 1e9, "loss": 1e9}
-    for use_gpu, validations, expected in (
-        (False, (0.0, 5e9), (0.6, 5.0)),  # .3 of 2 GB is lost in holes of the heap
-        (True, (1e9, 5e9, 7e9), (0.0, 0.0, 1.0)),  # the buckets of ZeRO 2 have 4 GB
-    ):
-        workers = WorkersSection(num_workers=1, use_gpu=use_gpu, zero_stage=2)
-        found = [training_memory(workers, validation=value, **sizes)["overhead"] / 1e9 for value in validations]
-        assert found == pytest.approx(expected, abs=1e-4)
-
-
 @pytest.mark.parametrize(("architecture", "attention", "is_half"), [("gpt2", "eager", False), ("llama", "sdpa", True)])
 def test_activations_are_what_autograd_saves(architecture: str, attention: str, is_half: bool) -> None:
     """The count without data is that of a real forward pass, with the copies of weights that autocast makes."""
@@ -95,18 +83,6 @@ def test_activations_are_what_autograd_saves(architecture: str, attention: str, 
     assert kept is not None
     total = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
     assert saved_bytes(base, 2, 16, is_half=is_half) == pytest.approx(total, rel=0.02)
-
-
-def test_checkpointing_a_frozen_base_and_stored_features_save_activations() -> None:
-    base = shapes("gpt2", n_positions=128)
-
-    def activations(preset: str, **changes: Any) -> float:
-        config = with_fields(PRESETS[preset](), {name.replace("__", "."): value for name, value in changes.items()})
-        return estimate_memory(config, base, num_base=10**6, num_tempnet=0, vocab_size=50)["activations"]
-
-    whole = activations("gpt2-scratch-small")
-    checkpointed = activations("gpt2-scratch-small", workers__activation_checkpointing=True)
-    assert activations("frozen-small", model__features=True) < activations("frozen-small") < checkpointed < whole
 
 
 def test_seven_billion_weights_on_one_gpu_as_in_docs_memory_md() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from jobs.engine.reshard import MOMENTS, load_moments, repartition
+from jobs.engine.checkpoint import MOMENTS, load_moments, repartition
 
 
 def write_parts(directory: Path, moment: Tensor, num_workers: int, step: int) -> None:

@@ -48,7 +48,7 @@ def losses(rank: int, world_size: int, directory: str, how: str) -> list[float]:
     import deepspeed
 
     from jobs.engine import deepspeed_engine  # noqa: F401 — keeps DeepSpeed from compiling an extension
-    from jobs.engine.partitioned_loading import base_without_weights, load_partitioned
+    from jobs.engine.deepspeed_engine import base_without_weights, load_partitioned
     from jobs.engine.task import with_and_without_decay
 
     config = {

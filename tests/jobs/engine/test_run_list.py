@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from jobs import runs
+from jobs.engine.console import ProgressNotes, note_failure
 from jobs.engine.lease import LEASE_FILE, Lease
-from jobs.engine.progress import ProgressNotes, note_failure
-from jobs.engine.run_list import RunState, describe_run, list_runs
+from jobs.engine.run_list import RunSummary, describe_run, list_runs
 from pipelines.storage import resolve, write_json
 
 
@@ -26,7 +26,7 @@ def begin(directory: str, *, step: int = 0) -> None:
         notes.close()
 
 
-def only(storage: str, *, now: float | None = None) -> RunState:
+def only(storage: str, *, now: float | None = None) -> RunSummary:
     (run,) = list_runs(storage, now=now)
     return run
 

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from jobs.engine import console, stall
-from jobs.engine.stall import SignsOfLife, StallWatch, describe_signs
+from jobs.engine import console
+from jobs.engine.console import SignsOfLife, StallWatch, describe_signs
 from jobs.engine.stopping import StopRequests, stopping_softly
-from jobs.engine.worker_context import WorkerContext
+from jobs.engine.worker import WorkerContext
 
 
 @pytest.mark.parametrize(
@@ -88,14 +88,14 @@ def test_a_run_that_makes_no_step_is_described_after_a_minute_and_then_less_and_
 
 
 def test_a_worker_tells_where_its_main_thread_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stall, "_SECONDS_BETWEEN_SIGNS", 0.05)
+    monkeypatch.setattr(console, "_SECONDS_BETWEEN_SIGNS", 0.05)
     told: list[tuple[int, int, str]] = []
 
     class Driver:
         def sign(self, rank: int, step: int, place: str) -> None:
             told.append((rank, step, place))
 
-    signs = SignsOfLife(Driver(), 3, lambda: 5)  # type: ignore[arg-type]
+    signs = SignsOfLife(Driver(), 3, lambda: 5)
     threading.Event().wait(0.3)
     signs.close()
     rank, step, place = told[0]
@@ -105,7 +105,7 @@ def test_a_worker_tells_where_its_main_thread_is(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_signs_of_all_workers_are_kept_until_others_have_begun() -> None:
-    mailbox = console._Mailbox()
+    mailbox = console.Mailbox()
     for rank in (0, 1):
         mailbox.sign(rank, 7, "all_reduce")
     assert mailbox.fetch()[2].keys() == {0, 1}

@@ -17,32 +17,27 @@ from typing import Any
 
 import pytest
 from mlflow import MlflowClient
-from mlflow.exceptions import MlflowException
 
-from jobs.engine import tracking_store
+from jobs.engine import tracking
 from jobs.engine.command_line import reach_loopback_directly
 from jobs.engine.config import TrackingSection
 from jobs.engine.identity import with_fields
 from jobs.engine.metrics import MetricLogger, metric_history
 from jobs.engine.recording import keep_end, record_end
-from jobs.engine.system_metrics import SystemMetrics
-from jobs.engine.tags import ray_job_id
 from jobs.engine.tracking import (
     TrackedRun,
-    default_uri,
-    finish_run,
-    mark_if_ended,
-    open_run,
-    resolve_uri,
-    survive_outage,
-    where_to_browse,
-)
-from jobs.engine.tracking_store import (
     check_experiment,
+    default_uri,
     find_or_create_experiment,
+    finish_run,
     log_data_sets,
+    mark_if_ended,
     open_client,
+    open_run,
+    ray_job_id,
+    resolve_uri,
     sqlite_file,
+    survive_outage,
 )
 from jobs.scoring.mlflow_models.run import record_models
 from jobs.studies.trials.run import Trial, make_plan_in_outage
@@ -55,15 +50,6 @@ def open_for(uri: str, directory: str, **tags: str) -> TrackedRun:
         uri=uri, experiment="tests", name=directory, directory=directory, parameters={"rho": 3.0},
         tags={"configuration_hash": "abc", **tags}, data_sets={"training": ("prose", "0123", "/data/prose")},
     )  # fmt: skip
-
-
-def test_a_person_is_told_what_to_open_or_to_type() -> None:
-    page = "/#/experiments/7/runs?workflowType=machine_learning&compareRunsMode=CHART"
-    assert where_to_browse("http://mlflow:5000/", "7") == f"  http://mlflow:5000{page}"
-    assert where_to_browse("http://mlflow:5000", None) == "  http://mlflow:5000"
-    command, address = where_to_browse("sqlite:////runs/mlflow.db", "7").splitlines()
-    assert command.endswith("--backend-store-uri sqlite:////runs/mlflow.db")
-    assert address == f"  and open http://127.0.0.1:5000{page}"
 
 
 def test_a_directory_has_one_run_however_often_it_is_opened(mlflow_uri: str, tmp_path: Path) -> None:
@@ -255,25 +241,6 @@ def test_the_default_store_is_found_whatever_its_name_is(
     assert len(list((storage / "mlartifacts").rglob("a.txt"))) == 1
 
 
-def test_the_machine_is_logged_under_mlflows_names(mlflow_uri: str) -> None:
-    run = open_for(mlflow_uri, "/runs/system")
-    logger = MetricLogger(run, warn=print)
-    system = SystemMetrics(logger, lambda: 7, seconds_between_samples=0.05)
-    until = time.monotonic() + 0.3
-    while time.monotonic() < until:
-        sum(range(10_000))  # This makes a load that can be measured.
-    system.close()
-    short = SystemMetrics(logger, lambda: 8)  # It is closed before its first interval is over.
-    short.close()
-    assert logger.close() == 0
-    for name in ("cpu_utilization_percentage", "system_memory_usage_megabytes", "disk_usage_percentage",
-                 "network_receive_megabytes"):  # fmt: skip
-        assert metric_history(run, f"system/{name}").keys() == {7, 8}, name
-    assert 0.0 < metric_history(run, "system/system_memory_usage_percentage")[7] < 100.0
-    loads = MlflowClient(mlflow_uri).get_metric_history(run.run_id, "system/cpu_utilization_percentage")
-    assert any(load.value > 0 for load in loads)
-
-
 def test_what_an_outage_kept_back_is_sent_by_the_same_command(
     mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,12 +305,12 @@ def test_a_trial_waits_for_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_store_is_opened_by_one_process_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first client of a store makes its tables, in many steps of which none may be made twice."""
     made: list[str] = []
-    monkeypatch.setattr(tracking_store, "MlflowClient", made.append)
+    monkeypatch.setattr(tracking, "MlflowClient", made.append)
     uri = f"sqlite:///{tmp_path}/new/mlflow.db"
     (tmp_path / "new").mkdir()
     lock = open_locked(tmp_path / "new" / "mlflow.db.lock", os.O_CREAT, waits=True)
     assert lock is not None
-    other = threading.Thread(target=tracking_store.open_client, args=(uri,))
+    other = threading.Thread(target=tracking.open_client, args=(uri,))
     with lock:
         other.start()
         other.join(timeout=0.3)
@@ -383,11 +350,3 @@ def test_an_experiment_and_a_data_set_are_made_once_by_processes_that_do_so_toge
     for run in runs:
         inputs = client.get_run(run).inputs.dataset_inputs
         assert sorted(item.dataset.digest for item in inputs) == [f"{number:04}" for number in range(8)]
-
-
-def test_what_the_store_refuses_for_another_reason_is_an_error(mlflow_uri: str) -> None:
-    client = MlflowClient(mlflow_uri)
-    with pytest.raises(MlflowException, match="experiment name"):
-        find_or_create_experiment(client, mlflow_uri, "")
-    with pytest.raises(MlflowException, match="not found"):
-        log_data_sets(client, "0" * 32, {"training": ("prose", "0123", "/data/prose")})

@@ -12,8 +12,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from jobs.engine.config import RunSection
-from jobs.engine.worker_settings import WorkersSection
+from jobs.engine.config import RunSection, WorkersSection
 from jobs.scoring.features.hidden_states import HiddenStates, read_unit, units_of
 from jobs.scoring.units import UnitStore
 from jobs.tasks.language_model.base import refer_to_base

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from ray.tune.search import Searcher
 
 from jobs.engine.checkpoint import FRESH_STATE
-from jobs.engine.checkpoint_files import write_file_list
 from jobs.engine.command_line import parse_preset
 from jobs.engine.launch import claim_directory
 from jobs.engine.preflight import find_outcome
-from jobs.engine.resumption import checkpoint_name
-from jobs.engine.watch import Validation
+from jobs.engine.resumption import checkpoint_name, write_file_list
+from jobs.engine.worker import Validation
 from jobs.studies.sweeps.band_search import search_band
 from jobs.studies.sweeps.launch import _finish_stopped, _read_runs
 from jobs.studies.sweeps.presets import PRESETS

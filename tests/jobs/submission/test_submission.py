@@ -12,8 +12,7 @@ from ray.dashboard.modules.job.pydantic_models import JobDetails
 from ray.runtime_env import RuntimeEnv
 
 from jobs import submit
-from jobs.engine.locked import LOCK, check_locked
-from jobs.engine.revision import checkout_revision
+from jobs.engine.revision import LOCK, check_locked, checkout_revision
 from jobs.submission import ray_jobs
 from jobs.submission.config import RaySubmission
 from jobs.submission.entrypoint import parse_entrypoint

@@ -64,9 +64,8 @@ def walk(rank: int, world_size: int, tasks: dict[str, Any], target: Path) -> Non
     For each task, rank 0 writes `<target>/<name>.pt`, which holds the losses (steps,), the weights, and Adam's first
     moments, which are weighted sums of gradients.
     """
-    from jobs.engine.checkpoint import SafeCheckpointEngine
+    from jobs.engine.checkpoint import SafeCheckpointEngine, _parts, _whole_moments
     from jobs.engine.deepspeed_engine import start_engine, whole_parameters
-    from jobs.engine.reshard import _parts, _whole_moments
 
     for name, create in tasks.items():
         directory = target / name

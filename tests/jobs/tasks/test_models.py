@@ -10,9 +10,8 @@ from clip_support import make_dual_encoder, make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from jobs.engine.checkpoint import SafeCheckpointEngine, frozen_names
-from jobs.engine.config import RunSection
+from jobs.engine.config import RunSection, WorkersSection
 from jobs.engine.identity import with_fields
-from jobs.engine.worker_settings import WorkersSection
 from jobs.tasks.dual_encoder.export import export_encoder
 from jobs.tasks.language_model.base import refer_to_base
 from jobs.tasks.language_model.config import DataSection, LanguageModelConfig, ModelSection, TemperatureSection

@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForMaskedLM, RobertaTokenizerFast
 
+from jobs.engine.description import training_memory
+from jobs.engine.export import configuration_from, read_task, write_task
 from jobs.engine.fields import resolve_fields, with_absolute_paths
 from jobs.engine.identity import configuration_hash, fixed_values, flat_fields, flatten, with_fields
-from jobs.engine.late_export import configuration_from, read_task, write_task
-from jobs.engine.memory import training_memory
-from jobs.engine.tags import run_tags
+from jobs.engine.tracking import run_tags
 from jobs.studies.reproduction.config import ReproduceConfig
 from jobs.studies.sweeps import presets as sweeps
 from jobs.tasks.language_model.models import resolve_rho

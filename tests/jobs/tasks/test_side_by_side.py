@@ -13,9 +13,8 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from jobs.engine.config import OptimizerSection, RunSection
+from jobs.engine.config import OptimizerSection, RunSection, WorkersSection
 from jobs.engine.deepspeed_engine import make_optimizer
-from jobs.engine.worker_settings import WorkersSection
 from jobs.tasks.language_model.base import refer_to_base
 from jobs.tasks.language_model.config import (
     BlockValidationSection,

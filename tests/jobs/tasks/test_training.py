@@ -83,7 +83,7 @@ def sentences(home: Path, name: str, sections: dict[str, dict[str, Any]]) -> Any
 
 
 def classifier(home: Path, name: str, sections: dict[str, dict[str, Any]]) -> Any:
-    from jobs.engine.worker_settings import WorkersSection
+    from jobs.engine.config import WorkersSection
     from jobs.tasks.classifier.plan import make_plan
     from jobs.tasks.presets.classifiers import PRESETS
 
@@ -115,7 +115,7 @@ class Site:
     def train(
         self, make: Callable[..., Any], name: str, num_processes: int = 1, *, stop: bool = False, **sections: Any
     ) -> Any:
-        settings = {"terminal": Asking(after_step=6, must_stop=True)} if stop else {}
+        settings = {"mailbox": Asking(after_step=6, must_stop=True)} if stop else {}
         sections = merged(sections, {"workers": {"num_workers": num_processes}})
         plan = partial(make, self.home, name, sections)
         return self.calls[num_processes](train_plan, plan, f"{self.home}/{name}", settings)[0]

@@ -27,12 +27,7 @@ _KINDS = {"image": ("images", "image"), "text": ("captions", "caption")}
 
 
 def is_constant(scores: Mapping[str, float], kind: str = "") -> bool:
-    """Return whether the standard deviation of τ is below CONSTANT_SPREAD times its mean in the scores of a validation.
-
-    Args:
-        scores: the scores, with `tau_mean` and `tau_std`, or `image_tau_mean` and so on.
-        kind: `image` or `text`; empty if the run learns temperatures of one kind.
-    """
+    """Return whether the standard deviation of τ is below CONSTANT_SPREAD times its mean in the scores of a validation."""
     return _spread(scores, kind) < CONSTANT_SPREAD
 
 
@@ -47,12 +42,7 @@ def beats(figures: Mapping[str, float], loss: str, constant: str) -> bool:
 
 
 def verdicts(outcome: Mapping[str, Any]) -> dict[str, str]:
-    """Return, by kind of temperature: `is constant`, `beats both constants`, or which rivals it does not beat.
-
-    Args:
-        outcome: outcome of a run; read are `judged_by` (`robust` or `cross_entropy`, the training loss; none: no temperature
-            is learned for each input), `rivals` and `validation`.
-    """
+    """Return, by kind of temperature: `is constant`, `beats both constants`, or which rivals it does not beat."""
     if (loss := outcome.get("judged_by")) is None:
         return {}
     found = {}
