@@ -23,8 +23,8 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 from transformers.quantizers import AutoHfQuantizer
 
+from tempnet.devices import check_precision
 from tempnet.fingerprints import files_digest
-from tempnet.precisions import check_precision
 from tempnet.weights import check_weight_files, check_weights, load_fitting
 
 BASE_FILE = "base_model.json"

@@ -32,22 +32,20 @@ _NUM_QUANTILES = 256
 def compare_sums(
     own: Tensor, at: Callable[[float], Tensor], counts: Tensor, *, best_constant: float, mean: float, tau: Tensor | None
 ) -> dict[str, float]:
-    """Compare the loss at predicted temperatures with that at constants, from sums over independent groups of rows.
+    """Compare the loss at predicted temperatures with that at constants, from sums over G independent groups of rows.
 
     With d_g the loss of a group at the constant less that at the predictions, the gain is Σd/Σn: positive if the
     prediction is better. Its interval is that of `tempnet.intervals.ratio_interval`.
 
     Args:
-        own: (G,) summed loss of every group at the predicted temperatures.
+        own, counts: (G,) summed loss at the predicted temperatures, and number of rows.
         at: function from one temperature to the summed losses (G,) at it.
-        counts: (G,) number of rows of every group.
-        best_constant: the best constant (`find_best_constant`).
-        mean: mean of the predicted temperatures.
+        best_constant, mean: the best constant (`find_best_constant`), and the mean of the predicted temperatures.
         tau: (...) the predicted temperatures of all rows, to compare with shuffled ones; None: without.
 
     Returns:
-        `loss`, `best_constant_loss`, `best_constant_tau`, `best_constant_gain`, `best_constant_gain_half_width` (NaN
-        for a single group), the same four of `mean_shift`, and three (without τ) of `shuffled`.
+        `loss`, then `best_constant_loss`, `_tau`, `_gain` and `_gain_half_width` (NaN for a single group), the same four of
+        `mean_shift`, and three (without τ) of `shuffled`.
     """
     found = {"best_constant": at(best_constant), "mean_shift": at(mean)}
     constants = {"best_constant": best_constant, "mean_shift": mean}

@@ -43,13 +43,13 @@ _LOG_PROBABILITIES = 1e-4
 class TemperatureLogitsProcessor(LogitsProcessor):
     """Logits processor that divides the scores of each step by τ, and records the τ of every step.
 
-    It is useful only for sampling, since a division by a positive number does not change the argmax. `temperature`
-    must be 1, or the scores would be divided a second time. A processor by itself does not learn the settings of
-    the generation that it is part of; :func:`generate` and :func:`attach` check them before a generation starts. What
-    it can tell from the scores, it refuses: logits that were masked, and log-probabilities, which beam search passes.
+    It is useful only for sampling, since a division by a positive number does not change the argmax. `temperature` must be 1,
+    or the scores would be divided a second time. A processor by itself does not learn the settings of the generation that it
+    is part of; :func:`generate` and :func:`attach` check them before a generation starts. What it can tell from the
+    scores, it refuses: logits that were masked, and log-probabilities, which beam search passes.
 
     Args:
-        tempnet: the temperature network. It is put into eval mode, so that `tau_max_eval` applies.
+        tempnet: the temperature network, which is put into eval mode, so that `tau_max_eval` applies.
         temperatures: function that returns τ (B,) of the current step. By default the TempNet reads the scores, which
             must then be the original logits of the model.
         predict: function that returns τ (B,) of scores (B, V), in the place of the TempNet. One that reads hidden states is
@@ -352,14 +352,10 @@ def check_prompts(
 ) -> None:
     """Reject prompts that are empty or padded on the right, or that do not fit into the context with the tokens to generate.
 
-    Args:
-        base: the model; `max_position_embeddings` of its configuration is its context, if it has this field.
-        input_ids: (B, T) tokens; None if the caller gives something else, such as embeddings.
-        attention_mask: (B, T) 1 for tokens and 0 for padding; None if nothing is padding.
-        num_new: maximum number of new tokens; None to check the prompts alone.
-
-    Raises:
-        ValueError: the message names the prompt by its place in the batch, or the lengths.
+    Tokens are (B, T), None if the caller gives something else, and so is the mask, 1 for tokens and 0 for padding; None if
+    nothing is padding. `num_new` is the maximum number of new tokens; None to check the prompts alone. The context is
+    `max_position_embeddings` of the model's configuration, if it has this field. The ValueError names the prompt by its place
+    in the batch, or the lengths.
     """
     if input_ids is None:
         return

@@ -25,11 +25,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tempnet.base_model import load_base
-from tempnet.devices import DeviceMap, input_device
+from tempnet.devices import DeviceMap, input_device, loading_options
 from tempnet.models.output_head import StoredBase
 from tempnet.network import CONFIG_FILE, HUB_NAME, PAIRED_DIRECTORY, WEIGHTS_FILE, TempNet, download
 from tempnet.network_config import PublishedHead, TempNetConfig
-from tempnet.precisions import loading_options
 from tempnet.weights import check_weights
 
 _log = logging.getLogger(__name__)
@@ -60,11 +59,10 @@ def load_tempnet(source: str | Path, *, head: PublishedHead | None = None) -> Te
     """Load a TempNet; it is returned in eval mode.
 
     Args:
-        source: one of: a directory that `TempNet.save_pretrained` wrote, the directory or hub name of an exported
-            model that contains `tempnet/`, a published file, a directory with published files, the hub name of a
-            published network, or the directory or hub name of an AutoDeco checkpoint.
-        head: which of the authors' heads published files contain (see :func:`released_tempnet`). By default it is
-            inferred from the files.
+        source: a directory that `TempNet.save_pretrained` wrote, the directory or hub name of an exported model that contains
+            `tempnet/`, a published file or a directory with such files, the hub name of a published network, or the directory
+            or hub name of an AutoDeco checkpoint.
+        head: which of the authors' heads published files contain (:func:`released_tempnet`); by default it is inferred.
 
     Raises:
         FileNotFoundError: if the source does not exist or contains no TempNet.
@@ -177,7 +175,7 @@ def load_causal_lm(
         model: local directory or hub name of a Transformers causal LM, or of an export. If the export holds only the
             TempNet, the base model is loaded from where the export says it is (`tempnet.base_model`).
         tempnet: source of the TempNet (see :func:`load_tempnet`). By default it is looked for in the model's directory.
-        dtype: dtype of the base model; "int8" or "fp8" hold its weights in eight bits (`tempnet.precisions`). The TempNet
+        dtype: dtype of the base model; "int8" or "fp8" hold its weights in eight bits (`tempnet.devices`). The TempNet
             is always float32.
         trust_remote_code: whether to run code that comes with the model.
         device_map: how to spread the base over the GPUs and the memory of this machine: "auto", another name that

@@ -225,14 +225,10 @@ class TempNet(nn.Module):
         save_file({name: value.contiguous() for name, value in self.state_dict().items()}, directory / WEIGHTS_FILE)
 
     def push_to_hub(self, repository: str, *, base_model: str = "", private: bool = True) -> str:
-        """Upload the network with a model card to the Hugging Face Hub, and return its address.
+        """Upload the network with a model card to a repository (owner/name) of the Hugging Face Hub, and return its address.
 
-        The login is that of `hf auth login` or $HF_TOKEN.
-
-        Args:
-            repository: owner/name; it is made if necessary.
-            base_model: hub name of the model whose logits, hidden states or embeddings it reads; the card names it.
-            private: whether a new repository is private.
+        The login is that of `hf auth login` or $HF_TOKEN. A new repository is made if necessary. The card names
+        `base_model`, the hub name of the model whose logits, hidden states or embeddings the network reads.
         """
         from huggingface_hub import HfApi
 
@@ -247,9 +243,8 @@ class TempNet(nn.Module):
     def from_pretrained(cls, directory: str | Path) -> TempNet:
         """Read a network that :meth:`save_pretrained` or :meth:`push_to_hub` wrote; it is returned in eval mode.
 
-        Args:
-            directory: local directory, or name (owner/name) of a repository on the hub that holds the TempNet in its root;
-                `tempnet.loading.load_tempnet` also finds one beside a model, and the published networks.
+        It is in a local directory, or in the root of a repository (owner/name) on the hub; `tempnet.loading.load_tempnet`
+        also finds one beside a model, and the published networks.
 
         Raises:
             FileNotFoundError: if one of the two files is missing; the message names the directory and the file.

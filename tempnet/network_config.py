@@ -20,6 +20,13 @@ _PUBLISHED_HEADS: dict[PublishedHead, dict[str, Any]] = {
     "llama1": {"tau_min": 0.01, "tau_max": 2.0, "input_shift": "none"},
     "gpt2": {"tau_min": 0.5, "tau_max": 5.0, "input_shift": "none"},
 }
+_LEGAL: dict[str, tuple[Any, ...]] = {
+    "kind": ("logits", "embeddings", "hidden", "both"),
+    "input_shift": ("none", "mean", "max"),
+    "pooling": ("parametric", "linear"),
+    "activation": ("sigmoid", "relu"),
+    "depth": (3, 4),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +96,9 @@ class TempNetConfig(TempNetOptions):
         for name in ("input_size", "hidden_size", "num_prototypes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"TempNetConfig.{name} = {getattr(self, name)} must be at least 1")
-        if self.kind not in ("logits", "embeddings", "hidden", "both"):
-            raise ValueError(f"TempNetConfig.kind = {self.kind!r} is none of 'logits', 'embeddings', 'hidden', 'both'")
+        for name, legal in _LEGAL.items():
+            if getattr(self, name) not in legal:
+                raise ValueError(f"TempNetConfig.{name} = {getattr(self, name)!r} is none of {legal}")
         if self.reads_state != (self.state_size > 0):
             raise ValueError(
                 f"TempNetConfig.state_size = {self.state_size} must be the dimension of the hidden state if kind is hidden "
@@ -101,18 +109,10 @@ class TempNetConfig(TempNetOptions):
                 f"TempNetConfig.kind = {self.kind!r} needs transform = True and stop_gradient = True: a hidden state is read "
                 "by the first layer only, without a gradient"
             )
-        if self.input_shift not in ("none", "mean", "max"):
-            raise ValueError(f"TempNetConfig.input_shift = {self.input_shift!r} is none of 'none', 'mean', 'max'")
         if self.input_shift != "none" and not self.reads_logits:
             raise ValueError(
                 f"TempNetConfig.input_shift = {self.input_shift!r} shifts logits; a network on {self.kind} takes 'none' only"
             )
-        if self.pooling not in ("parametric", "linear"):
-            raise ValueError(f"TempNetConfig.pooling = {self.pooling!r} is neither 'parametric' nor 'linear'")
-        if self.activation not in ("sigmoid", "relu"):
-            raise ValueError(f"TempNetConfig.activation = {self.activation!r} is neither 'sigmoid' nor 'relu'")
-        if self.depth not in (3, 4):
-            raise ValueError(f"TempNetConfig.depth = {self.depth!r} is neither 3 nor 4")
         if self.depth == 4 and not self.transform:
             raise ValueError("TempNetConfig.depth = 4 adds a second transform: it needs transform = True")
         if not 0.0 < self.tau_min < self.tau_max:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import torch
@@ -26,6 +27,7 @@ from tempnet.contrastive.state import SampleState, World
 from tempnet.contrastive.step import AttachGradients, BatchLoss, GatheredBatch, Needs, StepResult, compute
 from tempnet.contrastive.tiles import PositivePairs, SimilarityTiles
 from tempnet.network import TempNet
+from tempnet.statistics import histogram_of, standard_deviation, sum_tau, summarise_tau
 
 _LARGEST_GRADIENT = 5.0
 
@@ -47,16 +49,9 @@ class ContrastiveOutput(TypedDict):
 class ContrastiveLoss(nn.Module):
     """Contrastive loss between images and texts; its parameters are the learned temperature or the TempNets, if any.
 
-    Args:
-        config: configuration of the loss.
-        image_tempnet, text_tempnet: the networks, required for losses with a TempNet and not allowed for others.
-        state: per-sample state with the columns `config.state_columns`, required for losses that have any and not
-            allowed for others. It is not part of the module's state_dict: every rank saves its own
-            (`SampleState.save`).
-        world: the ranks that share a batch; by default only this process.
-
-    Raises:
-        ValueError: if networks or state are missing or superfluous.
+    A loss with a TempNet needs two networks, and one that keeps values per sample a state with the columns
+    `config.state_columns`; what is missing or superfluous raises ValueError. The state is not part of the module's
+    state_dict: every rank saves its own (`SampleState.save`). By default only this process shares a batch.
     """
 
     def __init__(
@@ -263,21 +258,16 @@ def momentum_step(
 def held_out_losses(
     image: Tensor, text: Tensor, image_ids: Tensor, config: ContrastiveLossConfig
 ) -> Callable[[Tensor], Tensor]:
-    """Return a function from temperatures τ (2, B) to the losses (2, B) of all anchors, in float64.
+    """Return a function from temperatures τ (2, B) to the losses (2, B) of all anchors of B held-out pairs, in float64.
 
-    With h_ij = ⟨x_i, y_j⟩ − ⟨x_i, y_i⟩ and N(i) the n_i pairs with a different image than pair i, the loss of anchor
-    i is
+    With h_ij = ⟨x_i, y_j⟩ − ⟨x_i, y_i⟩ and N(i) the n_i pairs with a different image id than pair i, the loss of anchor i is
 
         in batch   log(1 + Σ_{j∈N(i)} exp(h_ij/τ_i))                          the cross-entropy
         global     τ_i·(log( (1/n_i) Σ_{j∈N(i)} exp(h_ij/τ_i) ) + ρ)          the robust loss (TempNet Eq. 2 and 8)
 
-    The global loss uses the exact mean over the held-out pairs instead of the moving average of the training. ρ
-    bounds the KL divergence of weights on n_i contrasts, so if it is not below log n_i, the lowest τ is the best.
-
-    Args:
-        image, text: (B, d) unit vectors.
-        image_ids: (B,) integers; pairs with the same one are not negatives of each other.
-        config: a loss with temperatures (not `temperature_free`).
+    All pairs are one batch: the global loss uses the exact mean over them instead of the moving average of the training. ρ
+    bounds the KL divergence of weights on n_i contrasts, so if it is not below log n_i, the lowest τ is the best. Embeddings
+    are (B, d) unit vectors and image ids (B,) integers; the loss must have temperatures (not `temperature_free`).
     """
     ids = torch.arange(len(image), device=image.device)
     batch = _gather(image.double(), text.double(), ids, image_ids, World.alone())
@@ -292,3 +282,81 @@ def held_out_losses(
         return BatchLoss(config, tau, 1.0, stored).normalise(log_sums, batch).losses
 
     return losses
+
+
+_SCALARS = (
+    "num_pairs",
+    "tau",
+    "tau_squared",
+    "num_at_lower_bound",
+    "num_at_upper_bound",
+    "tau_first",
+    "tau_second",
+    "num_estimates",
+    "log_u",
+    "log_u_squared",
+    "num_gradients",
+    "dual_gradient",
+    "dual_gradient_absolute",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PairStatistics:
+    """Sums over pairs, and a histogram of the τ of both members over [τ₀, τ_max]."""
+
+    sums: Tensor
+    """Scalars in the order of _SCALARS, followed by the histogram, in one float64 vector."""
+    config: ContrastiveLossConfig
+    """Configuration of the loss; `tau_min` and `tau_max` are the ends of the histogram."""
+    members: tuple[str, str] = ("image", "text")
+    """Names of the two members of a pair, for the names of their mean temperatures in :meth:`summary`."""
+
+    @classmethod
+    @torch.no_grad()
+    def of(
+        cls,
+        output: ContrastiveOutput,
+        config: ContrastiveLossConfig,
+        members: tuple[str, str] = ("image", "text"),
+    ) -> PairStatistics:
+        """Compute the statistics of one rank's part of a batch."""
+        tau, tau_min, tau_max = output["tau"].double(), config.tau_min, config.tau_max
+        sums = dict.fromkeys(_SCALARS, tau.new_zeros(())) | sum_tau(tau, tau_min, tau_max)
+        sums["num_pairs"] = tau.new_tensor(tau.shape[1])
+        sums["tau_first"], sums["tau_second"] = tau.sum(1)
+        if (log_u := output["log_u"]) is not None:
+            known = log_u[log_u.isfinite()].double()  # A pair that never had a negative has no estimate.
+            sums["num_estimates"] = tau.new_tensor(known.numel())
+            sums["log_u"], sums["log_u_squared"] = known.sum(), known.square().sum()
+        if (gradient := output["dual_gradient"]) is not None:
+            sums["num_gradients"] = tau.new_tensor(gradient.numel())
+            sums["dual_gradient"] = gradient.double().sum()
+            sums["dual_gradient_absolute"] = gradient.double().abs().sum()
+        scalars = torch.stack([sums[name].double() for name in _SCALARS])
+        return cls(torch.cat([scalars, histogram_of(tau, tau_min, tau_max).double()]), config, members)
+
+    def summary(self) -> dict[str, float]:
+        """Return means, standard deviations, quantiles and shares by name.
+
+        Values that a loss does not have (temperatures, estimates or gradients) are omitted.
+        """
+        raw = dict(zip(_SCALARS, self.sums.tolist(), strict=False))
+        summary: dict[str, float] = {}
+        if self.config.kind.temperature != "free":  # A loss without a temperature reports τ = 1, which has no meaning.
+            histogram, range_ = self.sums[len(_SCALARS) :], (self.config.tau_min, self.config.tau_max)
+            summary = summarise_tau(raw, 2 * raw["num_pairs"], histogram, *range_)
+            for member, name in zip(self.members, ("tau_first", "tau_second"), strict=True):
+                summary[f"tau_mean_{member}"] = raw[name] / raw["num_pairs"]
+        if num_estimates := raw["num_estimates"]:
+            mean = raw["log_u"] / num_estimates
+            summary |= {
+                "log_u_mean": mean,
+                "log_u_std": standard_deviation(raw["log_u_squared"] / num_estimates, mean),
+            }
+        if num_gradients := raw["num_gradients"]:
+            summary |= {
+                "dual_gradient_mean": raw["dual_gradient"] / num_gradients,
+                "dual_gradient_absolute": raw["dual_gradient_absolute"] / num_gradients,
+            }
+        return summary

@@ -119,17 +119,9 @@ def accuracy(
 ) -> dict[str, float]:
     """Return `top@k`: the shares, from 0 to 1, of images whose class is among the k classes with the highest scores.
 
-    Ties and NaN count against the image.
-
-    Args:
-        image: (n, d) unit vectors.
-        classes: (C, d) unit vectors (:func:`class_embeddings`).
-        class_of_image: (n,) integers, the number of each image's class.
-        ks: values of k.
-        tile_size: number of images that are processed at a time.
-
-    Raises:
-        ValueError: if shapes are empty or do not fit together, or a class number does not exist.
+    Ties and NaN count against the image. Images (n, d) and classes (C, d; :func:`class_embeddings`) are unit vectors, and
+    each image has the number of its class (n,). Shapes that are empty or do not fit, and numbers that do not exist, raise
+    ValueError. `tile_size` images are processed at a time.
     """
     _check("class_of_image", class_of_image, "image", "classes", classes=classes, image=image)
     classes, ranks = on_grid(classes), []

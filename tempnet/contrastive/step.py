@@ -189,20 +189,12 @@ def cyclic_terms(
         cross-modal   λ₂/B Σ_jk (⟨I_j, T_k⟩ − ⟨I_k, T_j⟩)²  =  λ₂/B ‖ITᵀ − TIᵀ‖²  =  λ₂/B (2⟨A, C⟩ − 2⟨M, Mᵀ⟩)
 
     with the d × d Gram matrices A = IᵀI, C = TᵀT and M = TᵀI, because tr(IIᵀTTᵀ) = ‖TᵀI‖² and so on. The cost is O(B·d²)
-    instead of O(B²·d). The ranks exchange three d × d sums instead of features, and each rank has the gradient of its own
-    rows in closed form:
+    instead of O(B²·d). The ranks exchange three d × d sums instead of features, and each has the gradient of its own rows:
 
         ∂/∂I = 4/B [ I(λ₁A + λ₂C) − T(λ₁M + λ₂Mᵀ) ]        ∂/∂T = 4/B [ T(λ₁C + λ₂A) − I(λ₁Mᵀ + λ₂M) ]
 
-    All computations are in float64, because the terms of the sums nearly cancel where images and texts agree.
-
-    Args:
-        image, text: (b, d) this rank's rows.
-        in_modal, cross_modal: λ₁ and λ₂.
-        world: the ranks that share the batch.
-
-    Returns:
-        The sum of both terms, the same on every rank, and the gradients (b, d) of this rank's rows.
+    All computations are in float64, because the terms of the sums nearly cancel where images and texts agree. From this
+    rank's rows (b, d) it returns the sum of both terms, the same on every rank, and the gradients (b, d) of these rows.
     """
     image, text = image.double(), text.double()
     a, c, m = world.sum(torch.stack([image.T @ image, text.T @ text, text.T @ image]))

@@ -74,18 +74,15 @@ class TemperatureCausalLM(nn.Module):
         tempnet: the temperature network; None for losses without one.
         loss_config: which loss, ρ, and the range of τ.
         vocab_size: the effective vocabulary V; logits of padding beyond it are removed.
-        freeze_base: whether the base stays in eval mode, runs without a graph, and is not trained.
+        freeze_base: whether the base stays in eval mode (its dropout would add noise to TempNet's input), runs without a
+            graph, and is not trained.
         attend_across_documents: whether a token may attend to the packed documents before its own.
         autocast_dtype: dtype of the base's matrix products; parameters, TempNet and loss stay in float32.
         materialize: whether to compute and store all logits even where that is not necessary, as the reference.
 
-    Attributes:
-        fold_cache: None, or a cache that keeps W1·W over the micro-batches of a step; the code that sets it must
-            clear it after every step.
-
-    Raises:
-        ValueError: if the vocabularies of base, TempNet and tokenizer do not fit together, a TempNet is missing, or it
-            needs all logits although only hidden states are stored.
+    `fold_cache` is None, or a cache that keeps W1·W over the micro-batches of a step; the code that sets it must clear it
+    after every step. Vocabularies of base, TempNet and tokenizer that do not fit together, a missing TempNet, and one
+    that needs all logits although only hidden states are stored, raise ValueError.
     """
 
     def __init__(

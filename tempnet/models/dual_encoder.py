@@ -58,16 +58,10 @@ TEMPERATURE_FILE = "training_temperature.json"
 class DualEncoder(nn.Module):
     """Two towers, each followed by a linear projection without activation; the embeddings are unit vectors in float32.
 
-    Batch norms inside the towers are computed over the batch of all ranks (`tempnet.models.batch_norm`).
-
-    Args:
-        image_encoder: any Transformers vision model (see `tempnet.models.towers`).
-        text_encoder: any Transformers text encoder.
-        config: sizes; a tower that has its own projection (CLIP) must return vectors of `embedding_size`.
-        autocast_dtype: dtype of the towers' matrix products; parameters, projections and embeddings stay in float32.
-
-    Raises:
-        ValueError: if a tower does not accept inputs of the configured size, or returns vectors of another size.
+    Batch norms inside the towers are computed over the batch of all ranks (`tempnet.models.batch_norm`). The towers are any
+    Transformers vision model and text encoder (`tempnet.models.towers`). One that does not accept inputs of the configured
+    size, or that has its own projection (CLIP) to another `embedding_size`, raises ValueError. `autocast_dtype` is the
+    dtype of the towers' matrix products; parameters, projections and embeddings stay in float32.
     """
 
     image_mean: Tensor

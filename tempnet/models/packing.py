@@ -37,10 +37,8 @@ _TOLERANCE = 1e-3
 def takes_document_mask(model: PreTrainedModel) -> bool:
     """Return whether the model must be given a :func:`document_mask` (True) or no mask (False).
 
-    The model itself is not run, and may be on the meta device.
-
-    Raises:
-        ValueError: if neither way keeps packed documents apart, or the model is not causal.
+    The model itself is not run, and may be on the meta device. If neither way keeps packed documents apart, or the model
+    is not causal, ValueError is raised.
     """
     reason = ""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():

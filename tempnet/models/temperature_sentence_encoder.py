@@ -39,18 +39,11 @@ class SpanOutput(TypedDict):
 
 
 class TemperatureSentenceEncoder(nn.Module):
-    """Encoder with an MLM head, and a contrastive loss with its temperatures.
+    """Encoder with an MLM head (a Transformers `…ForMaskedLM`), and a contrastive loss with its temperatures.
 
-    Args:
-        model: a Transformers `…ForMaskedLM`.
-        loss: contrastive loss of the sentences, or None.
-        contrastive_weight, mlm_weight: the weights a and b; 0 disables an objective.
-        world: the ranks that share a batch; by default only this process.
-        autocast_dtype: dtype of matrix products.
-
-    Raises:
-        ValueError: if both weights are 0, a loss is missing or superfluous, or its TempNet reads embeddings of
-            another size.
+    The weights a and b, `contrastive_weight` and `mlm_weight`, disable an objective if they are 0. Both weights 0, a loss
+    that is missing or superfluous, and a TempNet that reads embeddings of another size raise ValueError. By default only
+    this process shares a batch.
     """
 
     def __init__(
@@ -99,13 +92,10 @@ class TemperatureSentenceEncoder(nn.Module):
     ) -> SpanOutput:
         """Compute the loss of this rank's documents.
 
-        Args:
-            anchor_ids, anchor_mask: (n, A, t) tokens of the anchors, some of them masked, and their mask (1 token, 0
-                padding).
-            mlm_labels: (n, A, t) original tokens at masked positions, and -100 elsewhere.
-            positive_ids, positive_mask: (n, A, P, t') tokens of the positives, and their mask.
-            ids: (n,) ids of the documents.
-            gamma: γ of the moving averages (`tempnet.contrastive.config.gamma_at`).
+        Tokens of the anchors, some of them masked, and their mask (1 token, 0 padding) are (n, A, t), as are
+        `mlm_labels`, the original tokens at masked positions, and -100 elsewhere. Tokens of the positives and their mask
+        are (n, A, P, t'), and ids of the documents (n,). γ is that of the moving averages
+        (`tempnet.contrastive.config.gamma_at`).
         """
         num_anchors = anchor_ids.shape[1]
         flat_ids, flat_mask = anchor_ids.flatten(0, 1), anchor_mask.flatten(0, 1)

@@ -211,9 +211,8 @@ def softmax_gradients(
         needs: which of the three gradients to compute; without a bias its entry is ignored.
         scratch_bytes: maximum size of the buffer for dL, but it holds at least one tile of columns for every token.
 
-    Returns:
-        dh = dL W, dW = dLᵀ h and Σ dL over tokens, each in the dtype of its tensor, or None. All sums are in float32,
-        but dL, and the part of dh from one section of the vocabulary, are rounded to the dtype of the inputs.
+    dh = dL W, dW = dLᵀ h and Σ dL over tokens have the dtype of their tensors. All sums are in float32, but dL, and the
+    part of dh from one section of the vocabulary, are rounded to the dtype of the inputs.
     """
     import triton
 

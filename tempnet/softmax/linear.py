@@ -147,17 +147,9 @@ def side_by_side_losses(
     """Compute the losses of K networks, and add the gradients of the networks to `grad` of their parameters.
 
     Only the temperatures of the networks differ, so that the logits, their norms and their maxima are shared. Each result
-    is that of `linear_language_model_loss` for the network alone. The hidden states and the output weight get no gradients.
-
-    Args:
-        hidden, weight, targets, bias: see :func:`linear_language_model_loss`.
-        networks: the K networks.
-        num_targets: divisor of the losses' sums over tokens.
-        gradient_scale: factor of the gradients of the sums over tokens; None: no gradients.
-        options: vocab_size, soft_cap, with_values, matmul_dtype and chunk_size of `linear_language_model_loss`.
-
-    Raises:
-        ValueError: see :func:`linear_language_model_loss`.
+    is that of :func:`linear_language_model_loss` for the network alone, as are hidden, weight, targets, bias, the options
+    and the errors. The hidden states and the output weight get no gradients. The losses' sums over tokens are divided by
+    `num_targets`; `gradient_scale` is the factor of the gradients of the sums, None for no gradients.
     """
     losses = []
     with torch.autocast(hidden.device.type, enabled=False):

@@ -286,16 +286,10 @@ def evaluate_objective(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the loss of every token and its derivatives; the formulas are in the docstring of this module.
 
-    Args:
-        plan: plan of the call, which names the objective, ρ and V.
-        targets: (c,) int64; IGNORE_INDEX marks tokens that are not counted.
-        tau: (c,) temperatures.
-        softmax: terms of softmax(L/τ) at these temperatures.
-        row_weights: (c,) weights; gradients are those of Σ row_weights·loss. None stands for 1.
-
-    Returns:
-        Losses, slopes ∂loss/∂τ, factors of p − onehot(y) in the gradient of the logits, and gradients of τ, the last two
-        including the weights: (c,) each, 0 where the target is ignored.
+    Targets, temperatures and the terms of softmax(L/τ) are (c,), as are `row_weights`, the weights of Σ row_weights·loss
+    whose gradients are wanted; None stands for 1. It returns losses, slopes ∂loss/∂τ, factors of p − onehot(y) in the
+    gradient of the logits, and gradients of τ, the last two including the weights: (c,) each, 0 where the target is
+    ignored.
     """
     is_valid = targets != IGNORE_INDEX
     cross_entropy, entropy, excess = softmax

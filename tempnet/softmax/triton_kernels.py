@@ -38,14 +38,10 @@ def _logits_tile(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> tl.tensor:
-    """Return L (BLOCK_TOKENS, BLOCK_VOCAB) in float32, after bias and soft-cap.
+    """Return L (BLOCK_TOKENS, BLOCK_VOCAB) in float32, after bias and soft-cap, of the tokens `rows` and entries `columns`.
 
-    Entries beyond the number of tokens or the vocabulary have no meaning.
-
-    Args:
-        layer: hidden states, weight, bias and soft-cap, the last two or None; what the logits are computed from.
-        sizes: N, V and d.
-        rows, columns: the numbers (BLOCK_TOKENS,) and (BLOCK_VOCAB,) of the tile's tokens and vocabulary entries.
+    The layer is (hidden, weight, bias, soft-cap), the last two or None, and the sizes are N, V and d. Entries beyond the
+    number of tokens or the vocabulary have no meaning.
     """
     hidden, weight, bias, soft_cap = layer
     num_tokens, vocab_size, num_hidden = sizes
@@ -76,11 +72,8 @@ def _add_tile(
 ) -> tl.tuple:
     """Return Σ eˣ and Σ eˣ (L − m) of all columns so far, with those of one more tile of logits.
 
-    Args:
-        partition, moment: both sums without the tile, relative to the maximum before it.
-        centred: L − m of the tile, where m is the maximum with the tile.
-        shift: how far the maximum rose, as the maximum before minus m.
-        inverse_tau: 1/τ of every row; None for τ = 1.
+    `centred` is L − m of the tile, where m is the maximum with the tile; `shift` is the maximum before it, to which both sums
+    are relative, minus m. 1/τ of the rows is None for τ = 1.
     """
     if inverse_tau is None:
         weights = tl.exp(centred)

@@ -17,8 +17,8 @@ import torch
 from support import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from tempnet.devices import linear_weights, loading_options
 from tempnet.loading import load_causal_lm
-from tempnet.precisions import linear_weights, loading_options
 
 pytestmark = pytest.mark.cluster
 

@@ -160,7 +160,7 @@ def test_prototypes_are_transformed_samples() -> None:
         ({"depth": 4, "transform": False}, "second transform"),
         ({"pooling": "max"}, "pooling = 'max'"),
         ({"hidden_size": 0}, "hidden_size = 0"),
-        ({"input_shift": "median"}, r"input_shift = 'median' is none of 'none', 'mean', 'max'"),
+        ({"input_shift": "median"}, r"input_shift = 'median' is none of \('none', 'mean', 'max'\)"),
         ({"kind": "hidden"}, "state_size = 0 must be the dimension of the hidden state"),
         ({"kind": "logits", "state_size": 4}, "state_size = 4 must be"),
         ({"kind": "hidden", "state_size": 4, "transform": False}, "needs transform = True"),

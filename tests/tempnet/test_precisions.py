@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tempnet.devices import bytes_saved, constant_weights, hold_constant, loading_options
 from tempnet.inference import attach, can_fold
 from tempnet.loading import load_causal_lm
-from tempnet.precisions import bytes_saved, constant_weights, hold_constant, loading_options
 from tests.tempnet.tiny_language_models import PROMPTS, VOCABULARY, make_base, make_tempnet
 
 

@@ -33,11 +33,10 @@ from jobs.scoring.generation.processors import (
 from jobs.scoring.generation.records import Key
 from pipelines.local_copy import local_copy
 from tempnet.base_model import load_base
-from tempnet.devices import input_device, move_base
+from tempnet.devices import input_device, loading_options, move_base
 from tempnet.inference import CachedFold, attach, can_fold, end_ids
 from tempnet.loading import check_vocabulary
 from tempnet.network import TempNet
-from tempnet.precisions import loading_options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

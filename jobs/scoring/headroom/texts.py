@@ -37,11 +37,10 @@ from pipelines.storage import join
 from pipelines.text.reading import Document, readable_documents
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.base_model import load_base, read_config
-from tempnet.devices import DeviceMap
+from tempnet.devices import DeviceMap, loading_options
 from tempnet.headroom.features import Tokens
 from tempnet.headroom.run import CONSTANT, HeadroomTest
 from tempnet.models.dual_encoder_config import IMAGE_ENCODER_DIRECTORY
-from tempnet.precisions import loading_options
 from tempnet.weights import check_weight_files
 
 # What the loss needs beside its range of τ to reach the figure of the test (docs/when.md).

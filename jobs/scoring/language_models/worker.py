@@ -18,10 +18,9 @@ from jobs.scoring.units import Finished
 from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.base_model import load_base
-from tempnet.devices import input_device, move_base
+from tempnet.devices import input_device, loading_options, move_base
 from tempnet.loading import load_causal_lm
 from tempnet.network import TempNet
-from tempnet.precisions import loading_options
 
 
 @dataclass(frozen=True, slots=True)

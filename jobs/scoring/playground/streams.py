@@ -20,11 +20,10 @@ from jobs.tasks.base import naming_field
 from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import added_text, encode_prompt, load_tokenizer
 from tempnet.base_model import load_base
-from tempnet.devices import input_device, move_base
+from tempnet.devices import input_device, loading_options, move_base
 from tempnet.inference import check_prompts, end_ids
 from tempnet.loading import check_vocabulary, load_tempnet
 from tempnet.network import TempNet
-from tempnet.precisions import loading_options
 from tempnet.serving.batch import BatchTemperatures
 
 TEXTS = ("tempnet", "constant", "min_p")

@@ -20,8 +20,7 @@ from jobs.tasks.side_by_side import MembersTask
 from pipelines.stream import Batch
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.contrastive.config import gamma_at
-from tempnet.contrastive.losses import contrastive_losses
-from tempnet.contrastive.statistics import PairStatistics
+from tempnet.contrastive.losses import PairStatistics, contrastive_losses
 from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
 
 

@@ -33,7 +33,7 @@ from pipelines.stream import Batch
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.base_model import BaseReference
 from tempnet.contrastive.config import gamma_at
-from tempnet.contrastive.statistics import PairStatistics
+from tempnet.contrastive.losses import PairStatistics
 from tempnet.models.dual_encoder import DualEncoder
 from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
 

@@ -9,7 +9,7 @@ from jobs.tasks.frozen_base import check_continues
 from jobs.tasks.language_model.config import LanguageModelConfig
 from pipelines.local_copy import local_copy
 from tempnet.base_model import BaseReference, base_digest, read_reference
-from tempnet.precisions import linear_weights, loading_options
+from tempnet.devices import linear_weights, loading_options
 
 
 def refer_to_base(config: LanguageModelConfig) -> BaseReference:

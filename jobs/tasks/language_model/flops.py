@@ -9,9 +9,9 @@ from torch import Tensor
 
 from jobs.engine.task import whole_shape
 from jobs.tasks.language_model.config import LanguageModelConfig
+from tempnet.devices import constant_weights
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.models.output_head import StoredBase
-from tempnet.precisions import constant_weights
 
 
 def flops_per_token(module: TemperatureCausalLM, config: LanguageModelConfig) -> float:

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from jobs.engine.description import training_memory
 from jobs.tasks.language_model.config import LanguageModelConfig
+from tempnet.devices import bytes_saved
 from tempnet.models.causal_lm import NUM_PROFILED_LOGITS
 from tempnet.models.packing import document_mask
-from tempnet.precisions import bytes_saved
 from tempnet.softmax.linear import NUM_LOGITS_PER_CHUNK
 
 

@@ -19,12 +19,12 @@ from jobs.tasks.language_model.teacher import as_base, load_teacher, teacher_tem
 from pipelines.local_copy import checked_copy, local_copy
 from pipelines.text.tokenization import document_start_id, load_tokenizer, tokenizer_digest
 from tempnet.base_model import find_base, load_base, read_config
+from tempnet.devices import hold_constant, loading_options
 from tempnet.distillation import DistilledCausalLM
 from tempnet.models.causal_lm import TemperatureCausalLM, compile_blocks
 from tempnet.models.output_head import StoredBase
 from tempnet.models.packing import takes_document_mask
 from tempnet.network import TempNet
-from tempnet.precisions import hold_constant, loading_options
 from tempnet.rho import rho_from_target_entropy
 from tempnet.softmax.config import TemperatureLossConfig
 from tempnet.weights import WeightFiles, check_weight_files

@@ -26,7 +26,7 @@ from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.contrastive.config import ContrastiveLossConfig, gamma_at
-from tempnet.contrastive.statistics import PairStatistics
+from tempnet.contrastive.losses import PairStatistics
 from tempnet.models.temperature_sentence_encoder import SpanOutput, TemperatureSentenceEncoder
 from tempnet.network import PAIRED_DIRECTORY
 from tempnet.statistics import histogram_of

@@ -16,9 +16,14 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig
-from tempnet.contrastive.losses import ContrastiveOutput, LearnedTemperature, held_out_losses, momentum_step
+from tempnet.contrastive.losses import (
+    ContrastiveOutput,
+    LearnedTemperature,
+    PairStatistics,
+    held_out_losses,
+    momentum_step,
+)
 from tempnet.contrastive.state import SampleState, World
-from tempnet.contrastive.statistics import PairStatistics
 from tempnet.contrastive.step import cyclic_terms
 
 
