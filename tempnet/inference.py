@@ -18,6 +18,7 @@ Shapes: B sequences, T tokens, d hidden size, V effective vocabulary, d1 width o
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +35,8 @@ from tempnet.devices import run_device
 from tempnet.models.output_head import find_output_head, output_weight
 from tempnet.network import TempNet
 from tempnet.softmax.fold import FoldCache, can_fold_network
+
+logger = logging.getLogger(__name__)
 
 # Rows whose probabilities add up to 1 within this share are taken for log-probabilities: those of logits that a model
 # makes never do for a whole batch.
@@ -306,14 +309,17 @@ def end_ids(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[i
     generation = base.generation_config
     if generation is not None and not generation._from_model_config:
         ends |= _as_set(generation.eos_token_id)
-    named = (
-        _as_set(tokenizer.bos_token_id)
-        | _as_set(base.config.get_text_config().eos_token_id)
-        | _as_set(getattr(base.config, "eos_token_id", None))
-    )
+    named = _as_set(base.config.get_text_config().eos_token_id) | _as_set(getattr(base.config, "eos_token_id", None))
     if generation is not None:
         named |= _as_set(generation.eos_token_id)
-    return sorted(token for token in ends | (named & added) if 0 <= token < len(tokenizer))
+    ends |= (named | _as_set(tokenizer.bos_token_id)) & added
+    found = sorted(token for token in ends if 0 <= token < len(tokenizer))
+    if others := named.difference(found):
+        logger.warning(
+            "the model's configuration names %s as ends of a text, which the tokenizer does not: texts end at %s",
+            ", ".join(map(str, sorted(others))), ", ".join(map(str, found)) or "no token",
+        )  # fmt: skip
+    return found
 
 
 def _as_set(ids: int | list[int] | None) -> set[int]:

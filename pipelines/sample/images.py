@@ -31,9 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from pipelines.sample.drawing import render
-from pipelines.sample.scene_captions import generate_captions
-from pipelines.sample.scenes import CONCEPTS, draw_concepts, draw_scene, zipf_probabilities
+from pipelines.sample.scenes import CONCEPTS, draw_concepts, draw_scene, generate_captions, render, zipf_probabilities
 from pipelines.storage import check_empty, created_at_once
 
 if TYPE_CHECKING:

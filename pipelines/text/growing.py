@@ -27,7 +27,7 @@ from pipelines.problems import TooManyProblemsError, check_problems
 from pipelines.storage import compute_digest, read_json, write_json
 from pipelines.store_errors import RETRIES
 from pipelines.text.manifest import ArchiveEntry, Layout, Manifest, ShardEntry, archive_from_json, make_row_keys
-from pipelines.text.prepare import PartTask, PrepareConfig, PreparedTarget
+from pipelines.text.prepare import PartTask, PrepareConfig, locate_text
 
 # A part's shards are numbered from the part's number times this, because the number of the shards of other parts is
 # not known.
@@ -187,11 +187,11 @@ def load_or_grow(
     Ray must be running. The preparing actor ends with the job that calls this. `check_num_rows` refuses a number of all
     rows by an error: here if all parts are there already, otherwise in each process that has asked for all of them.
     """
-    target = PreparedTarget.locate(config, layout, root)
+    task, _ = locate_text(config, layout, root)
     try:
-        manifest = Manifest.load(target.directory)
+        manifest = Manifest.load(task.directory)
     except FileNotFoundError:
-        task = target.make_task()
+        task = task.divide()
         preparer = PartPreparer.remote(task, settings)  # type: ignore[attr-defined]  # Ray's decorator adds it
         return GrowingManifest(
             directory=task.directory,
@@ -238,6 +238,7 @@ class PartPreparer:
         }
         self._running: dict[int, asyncio.Task[None]] = {}
         self._num_wanted = 0
+        self._finished: Manifest | None = None
         self._shared_task = ray.put(task)
         # The part that the first epoch begins with is prepared while the workers that will ask for it are being started.
         # It is one part, because CPUs for one preparing task are free beside the workers; more could keep the workers
@@ -280,7 +281,8 @@ class PartPreparer:
             RETRIES.add(retries)
             self._entries[part] = archive_from_json(record)
             if len(self._entries) == len(self._order):
-                self._task.finish([asdict(entry) for entry in self._list_entries()]).save()
+                self._finished = self._task.finish([asdict(entry) for entry in self._list_entries()])
+                self._finished.save()
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         finally:
@@ -291,9 +293,9 @@ class PartPreparer:
 
     def _check(self) -> None:
         """Raise TooManyProblemsError if the share of unreadable records is too large to go on."""
-        entries = self._list_entries()
+        entries = self._finished.archives if self._finished else self._list_entries()
         num_seen = sum(entry.num_documents + sum(entry.problems.values()) for entry in entries)
-        if num_seen >= _NUM_RECORDS_TO_JUDGE or len(entries) == len(self._order):
+        if num_seen >= _NUM_RECORDS_TO_JUDGE or len(self._entries) == len(self._order):
             check_problems(
                 self._task.source, entries, self._settings.max_bad_share, field=self._settings.max_bad_share_field
             )

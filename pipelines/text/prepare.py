@@ -6,20 +6,18 @@ again after an interruption, with the same result.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from pipelines.archives import Archive, describe_not_read, list_source, resolve_source
 from pipelines.object_store import unchanged
@@ -86,74 +84,51 @@ def prepare_text(
         FileNotFoundError, ValueError: see `pipelines.archives.list_source` and `load_tokenizer`.
         TooManyProblemsError: if too many records are unreadable.
     """
-    target = PreparedTarget.locate(config, layout, root)
+    task, not_read = locate_text(config, layout, root)
     manifest = prepare(
-        lambda: Manifest.load(target.directory),
-        target.make_task,
+        lambda: Manifest.load(task.directory),
+        task.divide,
         source=config.source,
-        directory=target.directory,
+        directory=task.directory,
         max_bad_share=config.max_bad_share,
         field=max_bad_share_field,
         noun="document",
         losses=losses,
         resources=resources,
     )
-    return dataclasses.replace(manifest, not_read=target.not_read)
+    return replace(manifest, not_read=not_read)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedTarget:
-    """Where a text is prepared, and what is needed to do so."""
+def locate_text(config: PrepareConfig, layout: Layout, root: str) -> tuple[PartTask, list[str]]:
+    """Return the preparation of a text, which is not divided into parts yet, and the names of files that are not read.
 
-    config: PrepareConfig
-    layout: Layout
-    tokenizer: PreTrainedTokenizerFast
-    archives: list[Archive]
-    directory: str
-    """Path or URI of the prepared directory; its name contains a hash of everything that determines its content."""
-    not_read: list[str] = field(default_factory=list)
-
-    @classmethod
-    def locate(cls, config: PrepareConfig, layout: Layout, root: str) -> PreparedTarget:
-        """Load the tokenizer, list the archives, and determine the directory below `root`; see `prepare_text`."""
-        tokenizer = load_tokenizer(config.tokenizer, needs_eos=False)
-        listing = list_source(config.source)
-        files = [(archive.path, archive.num_bytes) for archive in listing.archives]
-        content = json.dumps(
-            [
-                FORMAT_VERSION,
-                PART_BYTES,
-                files,
-                config.text_field,
-                layout.kind,
-                # Without a default that earlier versions did not have, so that what they prepared is found.
-                {name: value for name, value in asdict(layout).items() if (name, value) != ("documents", "all")},
-                tokenizer_digest(tokenizer),
-            ]
-        )
-        digest = hashlib.blake2b(content.encode(), digest_size=6).hexdigest()
-        return cls(
-            config=config,
-            layout=layout,
-            tokenizer=tokenizer,
-            archives=listing.archives,
-            directory=f"{root}/{directory_name(config.source, layout.label, digest)}",
-            not_read=listing.not_read,
-        )
-
-    def make_task(self) -> PartTask:
-        """Divide the archives into parts, create the directory, and return the preparation of the parts."""
-        parts = list_archive_parts(self.config.source, self.archives)
-        create_directory(self.directory)
-        return PartTask(
-            source=self.config.source,
-            text_field=self.config.text_field,
-            layout=self.layout,
-            tokenizer=self.tokenizer.backend_tokenizer,
-            tokenizer_digest=tokenizer_digest(self.tokenizer),
-            directory=self.directory,
-            parts=parts,
-        )
+    The name of the prepared directory contains a hash of everything that determines its content.
+    """
+    tokenizer = load_tokenizer(config.tokenizer, needs_eos=False)
+    listing = list_source(config.source)
+    content = json.dumps(
+        [
+            FORMAT_VERSION,
+            PART_BYTES,
+            [(archive.path, archive.num_bytes) for archive in listing.archives],
+            config.text_field,
+            layout.kind,
+            # Without a default that earlier versions did not have, so that what they prepared is found.
+            {name: value for name, value in asdict(layout).items() if (name, value) != ("documents", "all")},
+            tokenizer_digest(tokenizer),
+        ]
+    )
+    digest = hashlib.blake2b(content.encode(), digest_size=6).hexdigest()
+    task = PartTask(
+        source=config.source,
+        text_field=config.text_field,
+        layout=layout,
+        tokenizer=tokenizer.backend_tokenizer,
+        tokenizer_digest=tokenizer_digest(tokenizer),
+        directory=f"{root}/{directory_name(config.source, layout.label, digest)}",
+        archives=listing.archives,
+    )
+    return task, listing.not_read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +166,13 @@ class PartTask:
     """Backend of the tokenizer: a Transformers tokenizer would make every task import torch."""
     tokenizer_digest: str
     directory: str
-    parts: Sequence[ArchivePart]
+    archives: Sequence[Archive] = ()
+    parts: Sequence[ArchivePart] = ()
+
+    def divide(self) -> PartTask:
+        """Divide the archives into parts, and create the directory."""
+        create_directory(self.directory)
+        return replace(self, parts=list_archive_parts(self.source, self.archives))
 
     @property
     def unit_names(self) -> list[str]:
@@ -257,7 +238,7 @@ class PartTask:
                 )
             unread = [part.num_bytes_unread for part in parts if part.num_bytes_unread is not None]
             archives.append(
-                dataclasses.replace(
+                replace(
                     parts[0],
                     num_documents=sum(part.num_documents for part in parts),
                     problems=dict(sum((Counter(part.problems) for part in parts), Counter[str]())),
@@ -274,7 +255,7 @@ class PartTask:
             if problem is not None:
                 with LostRecords(lost_name(f"{self.directory}/{archive_name(number)}")) as lost:
                     lost.add(archive.path, problem)
-                archives[number] = dataclasses.replace(
+                archives[number] = replace(
                     archive,
                     problems=dict(lost.problems + Counter(archive.problems)),
                     examples=[*archive.examples, *lost.examples][:NUM_EXAMPLES],

@@ -36,7 +36,6 @@ from pipelines.archives import NUM_NAMES_SHOWN, Archive, ArchiveFormat, describe
 from pipelines.lines import (
     MAGIC_BYTES,
     MAX_RECORD_BYTES,
-    READ_BYTES,
     DamagedError,
     Decompressed,
     Readable,
@@ -207,9 +206,8 @@ def _read_part(uri: str, archive: Archive, text_field: str, part: Part) -> Itera
 
 
 def _num_unread(file: InputFile, num_bytes: int) -> int:
-    """Return how many bytes of a file were not read; where only few were not, it ends early."""
-    num_left = (num_bytes or 0) - file.tell()
-    return num_left if num_left >= READ_BYTES else 0
+    """Return how many bytes of a file were not read; 0 where it ends early."""
+    return max(0, (num_bytes or 0) - file.tell())  # Some filesystems do not report sizes.
 
 
 # ---- from a record to a document -------------------------------------------------------------------------------------

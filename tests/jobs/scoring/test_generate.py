@@ -94,7 +94,7 @@ def test_a_text_owes_nothing_to_its_batch(
         assert [record["text"] for record in read(tmp_path / "seed.jsonl")] != [record["text"] for record in one]
 
 
-def test_a_text_ends_at_every_end_that_the_model_knows(gpt2: Path) -> None:
+def test_a_text_ends_at_every_end_that_the_model_knows(gpt2: Path, caplog: pytest.LogCaptureFixture) -> None:
     base, tokenizer = AutoModelForCausalLM.from_pretrained(gpt2), PreTrainedTokenizerFast.from_pretrained(gpt2)
     assert base.generation_config._from_model_config
     assert end_ids(base, tokenizer) == [0]
@@ -103,6 +103,7 @@ def test_a_text_ends_at_every_end_that_the_model_knows(gpt2: Path) -> None:
     assert end_ids(base, tokenizer) == [0, start], "the token between documents ends one"
     base.config.eos_token_id = [7, turn]
     assert end_ids(base, tokenizer) == [0, start, turn], "a configuration's default may be any word"
+    assert "configuration names 7 as ends of a text, which the tokenizer does not: texts end at 0, " in caplog.text
     base.generation_config = GenerationConfig(eos_token_id=[9, 10**6])
     assert end_ids(base, tokenizer) == [0, 9, start, turn], "what was chosen for generation counts"
 

@@ -19,20 +19,25 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from pipelines.sample import images
-from pipelines.sample import scene_captions as words
-from pipelines.sample.drawing import COLOUR_JITTER, PALETTE, render
+from pipelines.sample import scenes as words
 from pipelines.sample.images import TEMPLATES, read_captions, write_images
-from pipelines.sample.scene_captions import SHAPE_NOUNS, generate_caption, generate_captions, pluralize
 from pipelines.sample.scenes import (
+    COLOUR_JITTER,
     COLOURS,
     CONCEPTS,
     MAX_FIGURES,
+    PALETTE,
     RADII,
+    SHAPE_NOUNS,
     SHAPES,
     Scene,
     draw_concepts,
     draw_scene,
+    generate_caption,
+    generate_captions,
     measure_gap,
+    pluralize,
+    render,
     zipf_probabilities,
 )
 from pipelines.text.tokenization import train_wordpiece
