@@ -21,9 +21,8 @@ import tyro
 
 from benchmarks.measure import print_setting, print_table
 from jobs.engine.worker import Validation
-from jobs.studies.sweeps.band_search import PRIOR_SLOPE, search_band
-from jobs.studies.sweeps.search import Axes, Point, PointResult
-from jobs.studies.sweeps.stopping import BandRule, Halving
+from jobs.studies.sweeps.band_search import PRIOR_SLOPE, Axes, Point, PointResult, search_band
+from jobs.studies.sweeps.tuning import BandRule, Halving
 
 KINDS = ("falling", "rising", "far", "at the bound", "failing")
 _BUDGET = 4.0
@@ -173,7 +172,7 @@ class Outcome:
 
 
 def run_search(world: World) -> Outcome:
-    """Run one search to its end, two trials at a time, by the rules of `jobs.studies.sweeps.stopping`."""
+    """Run one search to its end, two trials at a time, by the rules of `jobs.studies.sweeps.tuning`."""
     best_in_grid, band = world.best_in_grid(), world.band
     rule = BandRule(band=band, tau_min=world.tau_range[0], tau_max=world.tau_range[1], num_steps=NUM_STEPS)
     search = search_band(world.axes, band=band, budget=_BUDGET, slope=PRIOR_SLOPE)

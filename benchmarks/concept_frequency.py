@@ -24,17 +24,15 @@ import matplotlib
 import numpy as np
 import torch
 import tyro
-from safetensors.torch import load_file
 from torch import Tensor
 
-from jobs.engine.resumption import count_writers
+from jobs.studies.reproduction.scoring import read_stored_temperatures
 from jobs.tasks.presets.clip import SAMPLE_IMAGES
 from pipelines.images.archives import list_image_archives
 from pipelines.images.manifest import ImageManifest, read_index
 from pipelines.images.pairs import PairSource
 from pipelines.images.temperature_table import read_numbers
 from pipelines.text.tokenization import load_tokenizer
-from tempnet.contrastive.state import state_file_names
 from tempnet.models.dual_encoder import DualEncoder, load_pair_tempnets
 from tempnet.oracle import optimal_temperature
 from tempnet.statistics import spearman
@@ -142,10 +140,7 @@ def main(arguments: Arguments) -> None:
             add(f"{name}, images", rho, networks[0](own_image))
             add(f"{name}, captions", rho, networks[1](own_text))
     for name, rho, path in parse_runs(arguments.states, "iSogCLR"):
-        parts = [load_file(path / file)["tau"] for file in state_file_names(count_writers(str(path)))]
-        tau = torch.empty(2, manifest.num_pairs)
-        for rank, part in enumerate(parts):
-            tau[:, rank :: len(parts)] = part
+        tau = torch.from_numpy(read_stored_temperatures(str(path), manifest.num_pairs))
         add(f"{name}, images", rho, tau[0, anchors])
         add(f"{name}, captions", rho, tau[1, anchors])
     if arguments.figure:

@@ -29,8 +29,8 @@ from benchmarks.measure import (
     print_table,
     ratios,
     spread,
-    time_in_turn,
 )
+from jobs.studies.reproduction.direct import time_in_turn
 from tempnet import TempNet, TempNetConfig
 from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.contrastive.losses import ContrastiveLoss

@@ -17,7 +17,8 @@ import torch
 import tyro
 from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor
 
-from benchmarks.measure import print_setting, print_table, ratios, spread, time_in_turn
+from benchmarks.measure import print_setting, print_table, ratios, spread
+from jobs.studies.reproduction.direct import time_in_turn
 from tempnet import TempNet, TempNetConfig
 from tempnet.inference import CachedFold, TemperatureLogitsProcessor, attach
 

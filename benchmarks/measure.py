@@ -1,7 +1,7 @@
-"""What all benchmarks share: rounds in turn, ratios within a round, memory in a process of its own, jobs, and tables.
+"""What all benchmarks share: ratios within a round, memory in a process of its own, jobs, and tables.
 
 The speed of a shared machine varies by a factor of two from minute to minute. So every round times each form once, in
-turn, and a ratio is taken between two times of the same round.
+turn (`jobs.studies.reproduction.direct.time_in_turn`), and a ratio is taken between two times of the same round.
 """
 
 from __future__ import annotations
@@ -15,37 +15,16 @@ import platform
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
-
-import torch
 
 from jobs.engine.description import markdown_table
 from jobs.engine.metrics import metric_history
 from jobs.engine.tracking import TrackedRun
 
 Value = TypeVar("Value")
-
-
-def time_in_turn(forms: Mapping[str, Callable[[], object]], num_rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of every form in every round.
-
-    A round before the first one warms up. The order rotates, so that no form always comes first.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in forms}
-    order = list(forms)
-    for number in range(num_rounds + 1):
-        for name in order[number % len(order) :] + order[: number % len(order)]:
-            started = time.perf_counter()
-            forms[name]()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            if number:
-                seconds[name].append(time.perf_counter() - started)
-    return seconds
 
 
 def ratios(values: Sequence[float], base: Sequence[float]) -> list[float]:

@@ -20,7 +20,8 @@ import torch
 import tyro
 from torch import nn
 
-from benchmarks.measure import print_setting, print_table, ratios, spread, time_in_turn
+from benchmarks.measure import print_setting, print_table, ratios, spread
+from jobs.studies.reproduction.direct import time_in_turn
 from tempnet import TempNet, TempNetConfig
 from tempnet.serving.batch import BatchTemperatures
 from tempnet.serving.hidden_from_logits import HiddenFromLogits

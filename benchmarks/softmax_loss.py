@@ -21,7 +21,8 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor
 
-from benchmarks.measure import in_new_process, measure_peak_growth, print_setting, print_table, ratios, time_in_turn
+from benchmarks.measure import in_new_process, measure_peak_growth, print_setting, print_table, ratios
+from jobs.studies.reproduction.direct import time_in_turn
 from tempnet import TempNet, TempNetConfig
 from tempnet.softmax.config import TemperatureLossConfig
 from tempnet.softmax.linear import linear_language_model_loss

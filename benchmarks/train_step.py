@@ -18,8 +18,8 @@ import torch
 import tyro
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.measure import print_setting, print_table, ratios, spread, time_in_turn
-from jobs.studies.reproduction.direct import training_step
+from benchmarks.measure import print_setting, print_table, ratios, spread
+from jobs.studies.reproduction.direct import time_in_turn, training_step
 from tempnet import TempNet, TempNetConfig
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.softmax.config import TemperatureLossConfig

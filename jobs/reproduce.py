@@ -15,7 +15,7 @@ import tyro
 
 from jobs.engine.command_line import FAILED, REFUSED, fail, refusals_on_one_line, run_job
 from jobs.studies.reproduction.config import ReproduceConfig
-from jobs.studies.reproduction.experiments.registry import EXPERIMENTS, find
+from jobs.studies.reproduction.experiments import EXPERIMENTS, find
 
 
 def parse(arguments: Sequence[str]) -> tuple[ReproduceConfig, bool]:
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     from jobs.scoring.units import ScoringFailedError
     from jobs.studies.reproduction.launch import check_reproduction, run_reproduction
     from jobs.studies.reproduction.plan import make_reproduction
-    from jobs.studies.trials.command import run_command
+    from jobs.studies.trials import run_command
 
     disable_progress_bar()
     set_verbosity_error()

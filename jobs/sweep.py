@@ -18,9 +18,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status: 1 if a trial failed."""
     config, dry_run = parse_preset(PRESETS, arguments, job="sweep", purpose=(__doc__ or "").splitlines()[0])
     # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
-    from jobs.studies.sweeps.launch import check_sweep, run_sweep
-    from jobs.studies.sweeps.plan import make_sweep
-    from jobs.studies.trials.command import run_command
+    from jobs.studies.sweeps.launch import check_sweep, make_sweep, run_sweep
+    from jobs.studies.trials import run_command
 
     return run_command(
         config,

@@ -20,12 +20,8 @@ def main(arguments: Sequence[str]) -> int:
     # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-    from jobs.studies.cross_validation.cross_validation import (
-        check_cross_validation,
-        cross_validate,
-        make_cross_validation,
-    )
-    from jobs.studies.trials.command import run_command
+    from jobs.studies.cross_validation import check_cross_validation, cross_validate, make_cross_validation
+    from jobs.studies.trials import run_command
 
     disable_progress_bar()
     set_verbosity_error()

@@ -24,6 +24,11 @@ class Estimate:
     """Half the width of the 95 % interval; NaN for a single value."""
     p: float
 
+    def text(self, digits: int = 2, sign: str = "") -> str:
+        """Returns the mean, with ± and half the width if there is one."""
+        half = "" if math.isnan(self.half_width) else f" ± {self.half_width:.{digits}f}"
+        return f"{self.mean:{sign},.{digits}f}{half}"
+
 
 def estimate(values: Sequence[float], test_share: float = 0.0) -> Estimate:
     """Returns the estimate of the mean of random figures.

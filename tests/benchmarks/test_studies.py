@@ -15,7 +15,7 @@ from scipy.stats import t as student
 from benchmarks import decoders, product_paths, promise
 from benchmarks.band_search import KINDS, draw_worlds, run_search
 from benchmarks.decoders import held_out_texts, show_differences
-from benchmarks.measure import ratios, spread, time_in_turn
+from benchmarks.measure import ratios, spread
 from benchmarks.product_paths import FACTORS, TARGETS, WORDS, check, split_targets
 
 # ---- tasks -----------------------------------------------------------------------------------------------------------
@@ -74,11 +74,7 @@ def test_demonstrations_prefer_near_products_as_they_are_said_to() -> None:
 # ---- rounds, means and intervals -------------------------------------------------------------------------------------
 
 
-def test_ratios_are_taken_within_a_round_and_the_first_round_only_warms_up() -> None:
-    calls: list[str] = []
-    seconds = time_in_turn({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2)
-    assert "".join(calls) == "ab" + "ba" + "ab"
-    assert [len(values) for values in seconds.values()] == [2, 2]
+def test_ratios_are_taken_within_a_round() -> None:
     assert spread(ratios([1.0, 4.0, 9.0], [2.0, 2.0, 3.0])) == "2.000 (0.500 to 3.000)"
 
 

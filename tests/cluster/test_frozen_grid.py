@@ -18,8 +18,7 @@ from support import outcome_of, run_until
 from jobs import train_lm
 from jobs.engine.command_line import parse_preset
 from jobs.engine.launch import train
-from jobs.studies.sweeps.launch import run_sweep
-from jobs.studies.sweeps.plan import make_sweep
+from jobs.studies.sweeps.launch import make_sweep, run_sweep
 from jobs.studies.sweeps.presets import PRESETS
 from jobs.tasks.language_model.plan import make_plan
 from tempnet.loading import load_causal_lm, load_tempnet

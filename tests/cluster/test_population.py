@@ -9,8 +9,7 @@ import pytest
 from sweep_support import TINY
 
 from jobs.engine.command_line import parse_preset
-from jobs.studies.sweeps.launch import run_sweep
-from jobs.studies.sweeps.plan import make_sweep
+from jobs.studies.sweeps.launch import make_sweep, run_sweep
 from jobs.studies.sweeps.presets import PRESETS
 from jobs.studies.sweeps.report import Row
 

@@ -26,8 +26,7 @@ from sweep_support import TINY
 
 from jobs.engine.command_line import parse_preset
 from jobs.engine.identity import with_fields
-from jobs.studies.sweeps.launch import _export_best, run_sweep
-from jobs.studies.sweeps.plan import make_sweep
+from jobs.studies.sweeps.launch import _export_best, make_sweep, run_sweep
 from jobs.studies.sweeps.presets import PRESETS
 from jobs.studies.sweeps.report import Row
 from jobs.studies.sweeps.trainable import make_trainable
@@ -221,35 +220,6 @@ def test_a_killed_sweep_goes_on(
     assert sorted(run.info.run_name for run in children) == sorted(trial.name for trial in (first, second, third))
     assert {run.info.status for run in runs} == {"FINISHED"}
     assert len(runs) == 4
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", [0])
-def test_a_band_search_that_starts_far_outside_its_band_finds_it(
-    cluster: dict[str, str], corpus: Path, tmp_path: Path, seed: int
-) -> None:
-    low, high = 1.5, 1.95
-    words = [word.replace("DIR", str(corpus)) for word in TINY[: TINY.index("--sweep.axes")]]
-    words += [
-        f"--base.run.storage={tmp_path}", "--base.run.num-steps=60", f"--base.run.seed={seed}",
-        "--base.validation.every=5", "--sweep.search=band", "--sweep.budget=3", "--sweep.band", str(low), str(high),
-        # On this corpus the mean temperatures go from 1.8 to 0.99; the middle, where the search begins, gives 0.98.
-        "--sweep.axes", "temperature.rho=0.3,1.7,3.1,4.5", "optimizer.learning-rate-base=2e-3,3e-3,4e-3,5e-3",
-    ]  # fmt: skip
-    config, _ = parse_preset(PRESETS, ["gpt2-rho-lr-small", *words], job="sweep", purpose="")
-    results = run_sweep(make_sweep(config))
-    assert not results.failed
-    assert min(row.tau_mean for row in results.rows) < low / 1.5
-    in_band = next(row for row in results.rows if row.is_in_band)
-    assert low <= in_band.tau_mean <= high
-    assert in_band.num_steps == 60
-    # A trial that is ended makes some steps more before it is killed.
-    assert sum(row.num_steps for row in results.rows) <= 3.5 * 60
-    # The last validation of the trial itself has its mean temperature in the band too.
-    outcome = json.loads((tmp_path / "rho" / in_band.name / "outcome.json").read_text())
-    assert low <= outcome["validation"]["tau_mean"] <= high
-    for row in results.rows:
-        print(seed, row.name, row.tau_mean, row.loss, row.num_steps, row.stopped)
 
 
 def test_what_tune_writes_of_a_trial_holds_no_login(cluster: dict[str, str]) -> None:

@@ -17,13 +17,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 
 from jobs.engine.resumption import registered_step
 from jobs.engine.worker import EarlyStopping, Validation
-from jobs.studies.cross_validation.cross_validation import cross_validate, make_cross_validation
-from jobs.studies.cross_validation.table import Row
-from jobs.studies.trials.command import Results
-from jobs.studies.trials.parent import open_parent
-from jobs.studies.trials.run import Trial, one_round, run_trials
+from jobs.studies.cross_validation import Row, cross_validate, make_cross_validation
+from jobs.studies.trials import Results, Trial, open_parent, run_trials
 from jobs.tasks.classifier.config import ClassifierConfig
-from jobs.tasks.classifier.plan import make_plan
 from pipelines.text.tokenization import train_wordpiece
 
 pytestmark = pytest.mark.cluster
@@ -137,27 +133,22 @@ def test_trials_whose_workers_die_are_restarted_or_failed_and_the_others_go_on(
     words = [*arguments(downstream, tmp_path), *changes]
     work = make_cross_validation(configuration(words))
     parent = open_parent(
-        work.config, run=work.config.run, tracking=work.config.tracking, uri=work.examples[0].tracking_uri, num_trials=4,
-        data_sets={},
-    )  # fmt: skip
+        work.config, work.config.tracking, uri=work.examples[0].tracking_uri, num_trials=4, data_sets={}
+    )
     assert parent is not None
     cell = work.cells[0]
     watches = failing_watches(cell, tmp_path / "raised")
+    trials = [Trial(config=named(cell, name), early_stopping=watch) for name, watch in watches.items()]
     outcomes = run_trials(
-        one_round(
-            [
-                Trial(config=named(cell, name), make_plan=make_plan, early_stopping=watch)
-                for name, watch in watches.items()
-            ]
-        ),
-        length=4,
+        [Trial(config=named(cell, "later"), after="always"), Trial(config=named(cell, "next"), after="fine"), *trials],
         directory=str(tmp_path / "trials"),
         parent=parent,
         num_concurrent=2,
-        data_cpus=0.0,
         describe=lambda outcome: f"{outcome['num_steps']}",
     )
-    assert outcomes.finished.keys() == {"once", "fine"}, "\n".join(outcomes.failed.values())
+    assert outcomes.failed.pop("later") == "always, the run that it starts from, failed"  # type: ignore[attr-defined]
+    assert outcomes.finished["next"]["num_steps"] == 24
+    assert outcomes.finished.keys() == {"once", "fine", "next"}, "\n".join(outcomes.failed.values())
     assert outcomes.finished["once"]["resumed_from_step"] in (4, 8, 12)
     assert outcomes.finished["fine"]["resumed_from_step"] == 0
     assert outcomes.failed.keys() == {"always", "killed"}
@@ -166,7 +157,7 @@ def test_trials_whose_workers_die_are_restarted_or_failed_and_the_others_go_on(
     found = {
         run.info.run_name: run.info.status for run in list_runs(parent.uri) if "mlflow.parentRunId" in run.data.tags
     }
-    assert found == {"once": "FINISHED", "always": "FAILED", "killed": "FAILED", "fine": "FINISHED"}
+    assert found == {"once": "FINISHED", "always": "FAILED", "killed": "FAILED", "fine": "FINISHED", "next": "FINISHED"}
     wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
     assert not training_worker_pids(cluster)
     # The trial that was restarted has the losses of the trial that ran without an error.

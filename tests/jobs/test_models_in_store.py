@@ -30,7 +30,7 @@ from jobs.scoring.language_models.config import EvaluateConfig
 from jobs.scoring.language_models.plan import _tempnets
 from jobs.scoring.sentence_encoders.cells import SentenceEncoderSpec
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
-from jobs.studies.reproduction.noisy_captions import _read_stored
+from jobs.studies.reproduction.scoring import read_stored_temperatures
 from jobs.tasks.presets.clip import PRESETS as CLIP_PRESETS
 from pipelines.local_copy import local_copy
 from pipelines.sentences.senteval import present_tasks, read_task
@@ -207,7 +207,7 @@ def test_a_runs_stored_temperatures_are_read_from_its_last_checkpoint(bucket: st
             write_json(f"{directory}/checkpoint-{step:08d}/files-00000.json", {"world_size": 2})
         content = safetensors.numpy.save({"tau": np.zeros((2, 1))})
         write_bytes(f"{directory}/checkpoint-00000002/samples-00002-of-00003.safetensors", content)
-        np.testing.assert_array_equal(_read_stored(directory, 5), tau)
+        np.testing.assert_array_equal(read_stored_temperatures(directory, 5), tau)
 
 
 def test_training_is_planned_from_a_model_and_a_tempnet_in_the_store(

@@ -38,7 +38,7 @@ from jobs.scoring.language_models.config import EvaluateConfig
 from jobs.scoring.playground.config import PlaygroundConfig
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
 from jobs.scoring.temperatures.config import PredictPairTemperaturesConfig, PredictTemperaturesConfig
-from jobs.studies.reproduction.experiments import texts
+from jobs.studies.reproduction.experiments import EXPERIMENTS
 from jobs.studies.sweeps import presets as sweeps
 from jobs.tasks.presets import classifiers, clip, language_models, sentences
 
@@ -126,7 +126,8 @@ def test_what_help_shows_parses(job: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_what_reproductions_show_parses() -> None:
-    shown = re.findall(r"`(python -m jobs\.[^`]+)`", Path(texts.__file__).read_text())
+    notes = [note for one in EXPERIMENTS.values() for study in one.studies["full"] for note in study.notes]
+    shown = re.findall(r"`(python -m jobs\.[^`]+)`", "\n".join(notes))
     assert len(shown) >= 6
     for command in shown:
         parse(command)

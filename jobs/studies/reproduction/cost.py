@@ -10,33 +10,35 @@ FLOPs of their tower. They are assumed to run at 40 % of the 312 TFLOP/s of an A
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from jobs.engine.config import TrainingConfig
-from jobs.studies.reproduction.runs import PRESETS
 from jobs.tasks.classifier.config import ClassifierConfig
 from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.language_model.config import LanguageModelConfig
+from jobs.tasks.presets import classifiers, clip, language_models, sentences
 from jobs.tasks.sentence_encoder.config import SentenceConfig
+
+PRESETS: dict[str, Callable[[], Any]] = {
+    **language_models.PRESETS,
+    **clip.PRESETS,
+    **sentences.PRESETS,
+    **classifiers.PRESETS,
+}
+"""Preset name → function that returns its configuration, for all jobs; the names are distinct."""
 
 _A100_FLOPS = 312e12
 _UTILIZATION = 0.4
 
 # Number of parameters, in millions, of the models that full-scale presets start from.
 _MILLIONS = {
-    "EleutherAI/pythia-160m": 162.0,
-    "huggyllama/llama-7b": 6_738.0,
-    "meta-llama/Llama-2-7b-hf": 6_738.0,
-    "meta-llama/Llama-2-13b-hf": 13_016.0,
-    "meta-llama/Llama-2-7b-chat-hf": 6_738.0,
-    "meta-llama/Llama-2-13b-chat-hf": 13_016.0,
-    "meta-llama/Llama-2-70b-chat-hf": 68_977.0,
-    "distilbert/distilroberta-base": 82.0,
-    "FacebookAI/roberta-base": 125.0,
-    "FacebookAI/roberta-large": 355.0,
-}
+    "EleutherAI/pythia-160m": 162.0, "huggyllama/llama-7b": 6_738.0,
+    "meta-llama/Llama-2-7b-hf": 6_738.0, "meta-llama/Llama-2-7b-chat-hf": 6_738.0,
+    "meta-llama/Llama-2-13b-hf": 13_016.0, "meta-llama/Llama-2-13b-chat-hf": 13_016.0,
+    "meta-llama/Llama-2-70b-chat-hf": 68_977.0, "distilbert/distilroberta-base": 82.0,
+    "FacebookAI/roberta-base": 125.0, "FacebookAI/roberta-large": 355.0,
+}  # fmt: skip
 _GPT2_MILLIONS = 124.4
 
 # Forward GFLOPs of one image of 224 × 224 pixels and one caption: ResNet-50 with DistilBERT (30 tokens), CLIP ViT-B/32
@@ -60,13 +62,11 @@ _SMALL_SECONDS = {LanguageModelConfig: 0.5, ClipConfig: 0.6, SentenceConfig: 0.4
 _SMALL_START = 45.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class Cost(NamedTuple):
     """The estimated cost of some runs."""
 
     hours: float
     unit: str
-    """`GPU-hours` or `core-hours`."""
     bases: tuple[str, ...]
     """What the estimate is based on."""
 
@@ -80,17 +80,9 @@ def cost_of(configs: Sequence[TrainingConfig]) -> Cost:
     """Returns the cost of all these runs together."""
     if not any(config.workers.use_gpu for config in configs):
         hours = sum(_SMALL_START + config.run.num_steps * _SMALL_SECONDS[type(config)] for config in configs) / 3600
-        return Cost(
-            hours=hours,
-            unit="core-hours",
-            bases=("a rough estimate from the pace of the small presets on two busy cores",),
-        )
+        return Cost(hours, "core-hours", ("a rough estimate from the pace of the small presets on two busy cores",))
     parts = [_estimate_full(config) for config in configs]
-    return Cost(
-        hours=sum(hours for hours, _ in parts),
-        unit="GPU-hours",
-        bases=tuple(dict.fromkeys(basis for _, basis in parts)),
-    )
+    return Cost(sum(hours for hours, _ in parts), "GPU-hours", tuple(dict.fromkeys(basis for _, basis in parts)))
 
 
 def _estimate_full(config: TrainingConfig) -> tuple[float, str]:

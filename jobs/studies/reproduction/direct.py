@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from jobs.tasks.language_model.config import LanguageModelConfig
+from jobs.tasks.presets.language_models import PRESETS
 from tempnet.network import TempNet
 from tempnet.network_config import TempNetConfig
 
@@ -26,7 +27,7 @@ _NUM_PROMPT_TOKENS = 16
 _NUM_NEW_TOKENS = 32
 
 
-def count_parameters(seed: int) -> dict[str, dict[str, float]]:
+def count_parameters(scale: str, seed: int) -> dict[str, dict[str, float]]:
     """Returns the number of the TempNets' parameters for every base, counted and by formula (Table 13).
 
     The formula is d0·d1 + d1 + d1·d2 + d2 + 2 per network.
@@ -41,46 +42,41 @@ def count_parameters(seed: int) -> dict[str, dict[str, float]]:
     return counts
 
 
-def measure_overhead(config: LanguageModelConfig) -> Callable[[int], Mapping[str, Mapping[str, float]]]:
-    """Returns a function of the seed that measures what TempNet and the robust loss add to the run time (Table 14).
+def measure_overhead(scale: str, seed: int) -> dict[str, dict[str, float]]:
+    """Returns what TempNet and the robust loss add to the run time of GPT-2 (Table 14).
 
     The plain model and the one with a TempNet are timed in turn, round after round. `training` and `generation` are
     medians over the rounds of the ratio to the plain model's time in the same round; the other figures are tokens per second.
     Weights and tokens are random, since only their shapes matter. The measurement runs on a GPU if the preset requires
     one.
     """
-
-    def measure(seed: int) -> dict[str, dict[str, float]]:
-        torch.manual_seed(seed)
-        if config.workers.num_threads:
-            torch.set_num_threads(config.workers.num_threads)
-        steps = _make_training_steps(config)
-        texts = _make_generators(config)
-        num_trained = config.optimizer.batch_size * config.data.context_length
-        num_generated = config.optimizer.batch_size * _NUM_NEW_TOKENS
-        figures: dict[str, dict[str, float]] = {"plain": {}, "TempNet": {}}
-        for task, forms, num_tokens in (("training", steps, num_trained), ("generation", texts, num_generated)):
-            seconds = _time_in_turn(forms)
-            for form, values in seconds.items():
-                ratios = [value / plain for value, plain in zip(values, seconds["plain"], strict=True)]
-                figures[form] |= {
-                    task: statistics.median(ratios),
-                    f"{task}_speed": num_tokens / statistics.median(values),
-                }
-        return figures
-
-    return measure
+    config = PRESETS["gpt2-scratch-small" if scale == "small" else "gpt2-scratch"]()
+    assert isinstance(config, LanguageModelConfig)
+    torch.manual_seed(seed)
+    if config.workers.num_threads:
+        torch.set_num_threads(config.workers.num_threads)
+    size = config.optimizer.batch_size
+    figures: dict[str, dict[str, float]] = {"plain": {}, "TempNet": {}}
+    for task, forms, num_tokens in (
+        ("training", _make_training_steps(config), size * config.data.context_length),
+        ("generation", _make_generators(config), size * _NUM_NEW_TOKENS),
+    ):
+        seconds = time_in_turn(forms, _NUM_ROUNDS)
+        for form, values in seconds.items():
+            ratios = [value / plain for value, plain in zip(values, seconds["plain"], strict=True)]
+            figures[form] |= {task: statistics.median(ratios), f"{task}_speed": num_tokens / statistics.median(values)}
+    return figures
 
 
-def _time_in_turn(forms: Mapping[str, Callable[[], None]]) -> dict[str, list[float]]:
-    """Returns the seconds of every form in every round, without the first round, which warms up.
+def time_in_turn(forms: Mapping[str, Callable[[], object]], num_rounds: int) -> dict[str, list[float]]:
+    """Returns the seconds of every form in every round, of which one more comes first and warms up.
 
-    The order alternates, so that no form always comes first.
+    The order rotates, so that no form always comes first.
     """
     seconds: dict[str, list[float]] = {name: [] for name in forms}
-    orders = itertools.cycle([list(forms), list(forms)[::-1]])
-    for number, order in zip(range(_NUM_ROUNDS + 1), orders, strict=False):
-        for name in order:
+    order = list(forms)
+    for number in range(num_rounds + 1):
+        for name in order[number % len(order) :] + order[: number % len(order)]:
             started = time.perf_counter()
             forms[name]()
             if torch.cuda.is_available():
@@ -114,8 +110,6 @@ def training_step(module: nn.Module, ids: Tensor, positions: Tensor, targets: Te
 
 def _make_training_steps(config: LanguageModelConfig) -> dict[str, Callable[[], None]]:
     """Returns the functions that do a training step, by form."""
-    import dataclasses
-
     from jobs.tasks.language_model.models import build_model
     from pipelines.text.tokenization import load_tokenizer
 

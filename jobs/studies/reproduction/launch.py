@@ -14,26 +14,17 @@ from jobs.engine.task import Plan
 from jobs.engine.tracking import mark_if_ended
 from jobs.scoring.config import LanguageModelPool
 from jobs.studies.reproduction.experiment import Measure, Scores
-from jobs.studies.reproduction.picture import has_picture, png
-from jobs.studies.reproduction.plan import PlannedStudy, Reproduction, locate, outcome_of
-from jobs.studies.reproduction.runs import Run, find_planner, list_needed_paths
+from jobs.studies.reproduction.plan import PlannedStudy, Reproduction, Run, list_needed_paths, locate, outcome_of
+from jobs.studies.reproduction.report import Replicates, StudyResult, as_content, as_markdown, as_png, verdict_of_claim
 from jobs.studies.reproduction.scoring import FinishedRun, Place
-from jobs.studies.reproduction.table import StudyResult, as_content, as_markdown, verdict_of_claim
-from jobs.studies.reproduction.verdicts import Replicates, judge
-from jobs.studies.trials.command import Results
-from jobs.studies.trials.parent import open_parent, publish
-from jobs.studies.trials.run import Outcomes, Rounds, Trial, prepare_once, run_trials
+from jobs.studies.trials import Outcomes, Results, Trial, make_plan, open_parent, prepare_once, publish, run_trials
 from pipelines.storage import exists
 
 _VERDICT_NUMBERS = {"holds": 1.0, "cannot be seen at this scale": 0.0, "does not hold": -1.0}
 
 
 def check_reproduction(work: Reproduction) -> None:
-    """Check that an experiment can be started; what data it lacks is a part of its description.
-
-    Raises:
-        ValueError, OSError: see `jobs.engine.preflight`.
-    """
+    """Check that an experiment can be started; what data it lacks is a part of its description."""
     check_directory(work.config)
     check_machine()
 
@@ -58,24 +49,31 @@ def run_reproduction(work: Reproduction) -> Results[StudyResult]:
         data_sets = prepare_once(plans)
     parent = open_parent(
         config,
-        run=config.run,
-        tracking=dataclasses.replace(config.tracking, paper=config.tracking.paper or work.experiment.source),
+        dataclasses.replace(config.tracking, paper=config.tracking.paper or work.experiment.source),
         uri=work.tracking_uri,
         num_trials=len(work.runs),
         data_sets=data_sets,
     )
     with mark_if_ended(parent):
         if work.runs:
-            measures = find_measures(work)
-            outcomes = _run_in_order(
-                list(work.runs.values()),
+            # The measures of the study that a run is made for; others may not apply to it.
+            measures = {run.name: planned.study.measures for planned in work.studies for run in planned.runs}
+            outcomes = run_trials(
+                [Trial(config=run.config, after=run.after) for run in work.runs.values()],
                 directory=config.run.directory,
                 parent=parent,
+                describe=lambda outcome: _describe_outcome(outcome, measures[outcome["run"]]),
                 num_concurrent=config.num_concurrent,
                 data_cpus=max(plan.data_cpus for plan in plans),
-                describe=lambda outcome: _describe_outcome(outcome, measures[outcome["run"]]),
             )
-        results = [_judge_study(work, planned, outcomes) for planned in work.studies]
+        results = [
+            StudyResult.of(
+                planned.study,
+                _measure(work, planned) if planned.study.direct else _score_runs(work, planned, outcomes),
+                planned.test_share,
+            )
+            for planned in work.studies
+        ]
         verdict = verdict_of_claim(work, results)
         return publish(
             config.run,
@@ -83,15 +81,10 @@ def run_reproduction(work: Reproduction) -> Results[StudyResult]:
             rows=results,
             table=as_markdown(work, results, outcomes.failed),
             content=as_content(work, results),
-            files={"figures.png": png(results)} if has_picture(results) else {},
+            files={"figures.png": picture} if (picture := as_png(results)) else {},
             metrics={"verdict": _VERDICT_NUMBERS[verdict], "num_failed": len(outcomes.failed)},
             failed=outcomes.failed,
         )
-
-
-def find_measures(work: Reproduction) -> dict[str, Sequence[Measure]]:
-    """Returns each run's measures, which are those of the study that it is made for; others may not apply to it."""
-    return {run.name: planned.study.measures for planned in work.studies for run in planned.runs}
 
 
 def scores_of(outcome: Mapping[str, Any]) -> dict[str, float]:
@@ -119,7 +112,7 @@ def _check(work: Reproduction) -> list[Plan]:
     def can_start(run: Run) -> bool:
         return not run.after or exists(work.runs[run.after].config.run.export_directory)
 
-    plans = [find_planner(run.config)(run.config) for run in by_name.values() if can_start(run)]
+    plans = [make_plan(run.config) for run in by_name.values() if can_start(run)]
     for field, paths in list_needed_paths([run.config for run in work.runs.values()]).items():
         for path in paths:
             if locate(field, path) == "MISSING":
@@ -127,45 +120,11 @@ def _check(work: Reproduction) -> list[Plan]:
     return plans
 
 
-def _run_in_order(runs: Sequence[Run], **options: Any) -> Outcomes:
-    """Run everything, bases before the runs that start from them; runs that start from a failed run count as failed."""
-    outcomes = run_trials(_make_rounds(runs), length=len(runs), **options)
-    failed = dict(outcomes.failed)
-    for run in runs:  # a base precedes the runs that start from it
-        if run.after in failed:
-            failed.setdefault(run.name, f"{run.after}, the run that it starts from, failed")
-    return Outcomes(finished=outcomes.finished, failed=failed)
-
-
-def _make_rounds(runs: Sequence[Run]) -> Rounds:
-    """Yields rounds of trials; every run is in the first round after the run that it starts from has finished."""
-    left, finished = list(runs), {run.name for run in runs if outcome_of(run) is not None}
-    while ready := [run for run in left if not run.after or run.after in finished]:
-        left = [run for run in left if run not in ready]
-        finished |= (
-            yield [Trial(config=run.config, make_plan=find_planner(run.config)) for run in ready]
-        ).finished.keys()
-
-
-def _judge_study(work: Reproduction, planned: PlannedStudy, outcomes: Outcomes) -> StudyResult:
-    study = planned.study
-    replicates = _measure(work, planned) if study.direct else _score_runs(work, planned, outcomes)
-    measures = {measure.name: measure for measure in study.measures}
-    return StudyResult(
-        study=study,
-        replicates=replicates,
-        judged=[
-            judge(statement, replicates, measures, test_share=planned.test_share) for statement in study.statements
-        ],
-        test_share=planned.test_share,
-    )
-
-
 def _measure(work: Reproduction, planned: PlannedStudy) -> Replicates:
     assert planned.study.direct is not None
     replicates: dict[str, dict[str, Scores]] = {}
     for seed in range(work.config.seeds):
-        for arm, scores in planned.study.direct(seed).items():
+        for arm, scores in planned.study.direct(work.config.scale, seed).items():
             replicates.setdefault(arm, {})[str(seed)] = scores
     return replicates
 
@@ -200,8 +159,5 @@ def _score_runs(work: Reproduction, planned: PlannedStudy, outcomes: Outcomes) -
 
 def _describe_outcome(outcome: Mapping[str, Any], measures: Sequence[Measure]) -> str:
     scores = scores_of(outcome)
-    shown: dict[str, str] = {}
-    for measure in measures:
-        if math.isfinite(value := measure.value(scores)):
-            shown[measure.title] = f"{value:.{measure.digits}f}"
-    return ", ".join(f"{title} {value}" for title, value in shown.items())
+    values = [(measure, measure.value(scores)) for measure in measures]
+    return ", ".join(f"{one.title} {value:.{one.digits}f}" for one, value in values if math.isfinite(value))

@@ -1,24 +1,64 @@
-"""The plan of an experiment before anything is run: its runs, their cost, and the data that they need."""
+"""The plan of an experiment before anything is run: its runs, their cost, and the data that they need.
+
+The name of a run consists of its preset, a digest of everything that identifies it, and the seed, so experiments share
+equal runs.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jobs.engine.config import TrainingConfig
 from jobs.engine.description import markdown_table
-from jobs.engine.identity import check_fields
+from jobs.engine.identity import check_fields, configuration_hash, flat_fields, flatten, with_fields
 from jobs.engine.masking import masked
 from jobs.engine.tracking import resolve_uri
 from jobs.studies.reproduction.config import ReproduceConfig
-from jobs.studies.reproduction.cost import cost_of
-from jobs.studies.reproduction.experiment import Experiment, Study
-from jobs.studies.reproduction.experiments.registry import find
-from jobs.studies.reproduction.runs import Run, find_test_share, list_needed_paths, make_runs, preset_of
+from jobs.studies.reproduction.cost import PRESETS, cost_of
+from jobs.studies.reproduction.experiment import Arm, Experiment, Scale, Study
+from jobs.studies.reproduction.experiments import find
+from jobs.tasks.classifier.config import CrossValidationConfig
 from pipelines.storage import read_json
+
+# Settings of small runs: one thread per run, so that several runs fit side by side.
+_SMALL_WORKERS = {"workers.num_workers": 1, "workers.cpus_per_worker": 0.7, "workers.num_threads": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicate:
+    """The source of randomness of a run: its seed and, in a cross-validation, its fold."""
+
+    number: int
+    """Number of the seed, from 0."""
+    seed: int
+    fold: int = 0
+
+    @property
+    def name(self) -> str:
+        """Name of the replicate, which is the same for all arms."""
+        return f"{self.number}.{self.fold}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A training run of a study."""
+
+    arm: Arm
+    replicate: Replicate
+    config: TrainingConfig
+    after: str
+    """Name of the run that this one starts from; empty if there is none."""
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return self.config.run.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +68,12 @@ class PlannedStudy:
     study: Study
     runs: list[Run]
     """Runs of all arms and replicates; two arms may share a run."""
-    test_share: float
-    """n_test/n_train, as in `jobs.studies.estimates.estimate`."""
+
+    @property
+    def test_share(self) -> float:
+        """n_test/n_train, as in `jobs.studies.estimates.estimate`: of k folds 1/(k − 1), else 0."""
+        num_folds = 1 + max((run.replicate.fold for run in self.runs), default=0)
+        return 1.0 / (num_folds - 1) if num_folds > 1 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +89,7 @@ class Reproduction:
     @property
     def num_left_out(self) -> int:
         """Number of the claim's statements that are left out because not all of their arms were requested."""
-        whole = sum(len(study.statements) for study in self.experiment.studies(self.config.scale))
+        whole = sum(len(study.statements) for study in self.experiment.studies[self.config.scale])
         return whole - sum(len(planned.study.statements) for planned in self.studies)
 
     @property
@@ -76,11 +120,8 @@ class Reproduction:
         ]
         if runs:
             left = [run.config for run in runs if outcome_of(run) is None]
-            lines.append(
-                f"{'runs':<12} {len(runs)}, {finished} of them finished before; the others take {cost_of(left).describe()}"
-                if left
-                else f"{'runs':<12} {len(runs)}, all of them finished before"
-            )
+            others = f"; the others take {cost_of(left).describe()}" if left else ""
+            lines.append(f"{'runs':<12} {len(runs)}, {finished if left else 'all'} of them finished before{others}")
         for planned in self.studies:
             lines += ["", f"{planned.study.title}:", _list_arms(planned, config)]
             lines += [f"note: {note}" for note in planned.study.notes]
@@ -93,31 +134,19 @@ class Reproduction:
 
 
 def make_reproduction(config: ReproduceConfig) -> Reproduction:
-    """Make the configurations of all runs; this needs no data.
-
-    Raises:
-        ValueError, ConnectionError: naming the field, its value and the legal values.
-    """
+    """Make the configurations of all runs, which needs no data; errors name the field, its value and the legal values."""
     experiment = find(config.experiment)
     storage = config.run.resolved_storage
     uri = resolve_uri(config.tracking, storage)
+    common: dict[str, Any] = {"run.storage": f"{storage}/reproduced", "run.prepared": f"{storage}/prepared"}
     tracking = {**dataclasses.asdict(config.tracking), "uri": uri, "enabled": bool(uri)}
     del tracking["preset"], tracking["paper"]  # these are taken from the runs' own presets
+    common |= {f"tracking.{name}": value for name, value in tracking.items()}
+    if config.scale == "small":
+        common |= _SMALL_WORKERS
     studies = [
-        PlannedStudy(
-            study=study,
-            runs=make_runs(
-                study,
-                config.scale,
-                config.seeds,
-                directory=f"{storage}/reproduced",
-                prepared=f"{storage}/prepared",
-                tracking=tracking,
-                overrides=config.changes,
-            ),
-            test_share=find_test_share(study, config.scale),
-        )
-        for study in _select_arms(experiment.studies(config.scale), config.arms)
+        PlannedStudy(study=study, runs=_make_runs(study, config, common))
+        for study in _select_arms(experiment.studies[config.scale], config.arms)
     ]
     work = Reproduction(config=config, experiment=experiment, studies=studies, tracking_uri=uri)
     if unknown := sorted(config.paths.keys() - work.scoring_data.keys()):
@@ -129,6 +158,57 @@ def make_reproduction(config: ReproduceConfig) -> Reproduction:
         raise ValueError(f"change, steps: {experiment.id} trains nothing, so there is nothing to change")
     check_fields(config.changes, [run.config for run in work.runs.values()])
     return work
+
+
+def _preset_of(arm: Arm, scale: Scale) -> str:
+    return f"{arm.preset}-small" if scale == "small" else arm.preset
+
+
+def _replicates_of(arm: Arm, preset: Any, num_seeds: int) -> list[Replicate]:
+    """Returns the seeds 0, 1, … of an arm; for a cross-validation its own seeds, each with every fold."""
+    if not isinstance(preset, CrossValidationConfig):
+        return [Replicate(number=number, seed=number) for number in range(num_seeds)]
+    grid = preset.grid
+    if num_seeds > len(grid.seeds):
+        raise ValueError(f"seeds = {num_seeds}: {arm.preset} has the {len(grid.seeds)} seeds of its paper")
+    return [
+        Replicate(number=number, seed=grid.seeds[number], fold=fold)
+        for number, fold in itertools.product(range(num_seeds), range(grid.num_folds))
+    ]
+
+
+def _make_runs(study: Study, job: ReproduceConfig, common: Mapping[str, Any]) -> list[Run]:
+    """Returns all runs of a study, each after the run it starts from; a run that arms share is listed for each of them.
+
+    The changes of `job` apply to the runs that have the field, before the arms' own changes; `common` is for all runs.
+    """
+    runs: dict[tuple[str, str], Run] = {}
+    for arm in study.arms:
+        if not arm.preset:
+            continue
+        name = _preset_of(arm, job.scale)
+        preset = PRESETS[name]()
+        for replicate in _replicates_of(arm, preset, job.seeds):
+            # A base that many runs start from is trained once per seed, not once per fold.
+            base = runs[arm.after, f"{replicate.number}.0"] if arm.after else None
+            start = {"model.path": base.config.run.export_directory} if base else {}
+            config: TrainingConfig = preset
+            if isinstance(preset, CrossValidationConfig):
+                config = preset.cell("", preset.grid.settings[-1], replicate.seed, replicate.fold)
+            known = flatten(config)
+            changes = {field: value for field, value in job.changes.items() if field in known}
+            changes = {"run.seed": replicate.seed, **common, **study.changes, **changes, **start, **arm.changes}
+            config = with_fields(config, changes)
+            if job.scale == "small":  # keep only one checkpoint, at the end
+                config = with_fields(
+                    config, {"run.checkpoint_every": config.run.num_steps, "run.num_checkpoints_kept": 1}
+                )
+            digest = configuration_hash(with_fields(config, {"run.name": "run"}))[:8]
+            config = with_fields(config, {"run.name": f"{name}-{digest}-seed{replicate.seed}"})
+            runs[arm.name, replicate.name] = Run(
+                arm=arm, replicate=replicate, config=config, after=base.name if base else ""
+            )
+    return list(runs.values())
 
 
 def outcome_of(run: Run) -> Mapping[str, Any] | None:
@@ -147,13 +227,8 @@ def locate(name: str, path: str) -> str:
     return "from the hub" if may_be_on_hub and is_hub_name else "MISSING"
 
 
-def _select_arms(studies: Iterable[Study], names: tuple[str, ...]) -> list[Study]:
-    """Returns the studies restricted to the named arms.
-
-    The arms that these start from are kept, too, as are the statements about only the kept arms. Studies without a
-    named arm are left out.
-    """
-    studies = list(studies)
+def _select_arms(studies: list[Study], names: tuple[str, ...]) -> list[Study]:
+    """Returns the studies with the named arms, those that they start from, and the statements about only these."""
     if not names:
         return studies
     known = list(dict.fromkeys(arm.name for study in studies for arm in study.arms))
@@ -188,10 +263,21 @@ def _list_arms(planned: PlannedStudy, config: ReproduceConfig) -> str:
         rows.append(
             [
                 arm.name,
-                preset_of(arm, config.scale) if arm.preset else "–",
+                _preset_of(arm, config.scale) if arm.preset else "–",
                 " ".join([*shown, *after]),
                 f"{runs[0].config.run.num_steps:,}" if runs else "–",
                 str(len(runs)) if runs else f"{config.seeds} measurements",
             ]
         )
     return markdown_table(rows)
+
+
+def list_needed_paths(configs: Sequence[TrainingConfig]) -> dict[str, list[str]]:
+    """Returns field → paths of the data and models that runs read and that none of these runs makes."""
+    made = {config.run.export_directory for config in configs}
+    paths: dict[str, list[str]] = {}
+    for config in configs:
+        for name, value, metadata in flat_fields(config):
+            if metadata.get("is_path") and value and value not in made and value not in paths.setdefault(name, []):
+                paths[name].append(value)
+    return {name: values for name, values in paths.items() if values}

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
+
+import numpy as np
+from pyarrow.fs import FileSelector
 
 from jobs.engine.config import TrackingSection, TrainingConfig
+from jobs.engine.resumption import count_writers
 from jobs.scoring.config import LanguageModelPool
-
-_UNTRACKED = TrackingSection(enabled=False)
+from pipelines.local_copy import local_copy
+from pipelines.storage import read_bytes, resolve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +45,19 @@ class Place:
     """Name → path of the data that the scoring needs."""
     workers: LanguageModelPool
 
+    @property
+    def common(self) -> dict[str, Any]:
+        """What the configurations of all evaluation jobs have in common."""
+        return {"storage": self.directory, "workers": self.workers, "tracking": TrackingSection(enabled=False)}
 
-class Scoring(Protocol):
+
+class Scoring:
     """One way of scoring exports."""
 
     @property
     def data(self) -> Mapping[str, str]:
         """Name → default path of the data, which `--data NAME=PATH` replaces; an empty path: the data are optional."""
-        ...
+        return {}
 
     def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
         """Returns name of a run → its scores. Ray must be running.
@@ -55,11 +65,11 @@ class Scoring(Protocol):
         Raises:
             ValueError, OSError, ScoringFailedError: as the evaluation jobs.
         """
-        ...
+        raise NotImplementedError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retrieval:
+@dataclass(frozen=True, kw_only=True)
+class Retrieval(Scoring):
     """Scores dual encoders: recalls on held-out images with captions, and zero-shot accuracies, as `<set>/<figure>`."""
 
     retrieval: Mapping[str, str]
@@ -73,11 +83,8 @@ class Retrieval:
     @property
     def data(self) -> Mapping[str, str]:
         """Paths of the sets by name, and of their captions by `<name>_captions`."""
-        return {
-            **self.retrieval,
-            **self.zero_shot,
-            **{f"{name}_captions": path for name, path in self.captions.items()},
-        }
+        captions = {f"{name}_captions": path for name, path in self.captions.items()}
+        return {**self.retrieval, **self.zero_shot, **captions}
 
     def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
         """Scores the runs with `jobs.evaluate_clip`."""
@@ -93,16 +100,14 @@ class Retrieval:
                 splits=tuple(f"{name}=test" for name in self.retrieval if self.captions.get(name)),
                 zero_shot=tuple(f"{name}={place.data[name]}" for name in self.zero_shot),
                 name="retrieval",
-                storage=place.directory,
-                workers=place.workers,
-                tracking=_UNTRACKED,
+                **place.common,
             )
         ).columns
         return {run.name: dict(column.metrics) for run, column in zip(runs, columns, strict=True)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
+@dataclass(frozen=True, kw_only=True)
+class Transfer(Scoring):
     """Scores sentence encoders on SentEval's tasks: `<task>/accuracy`, and `mean_accuracy`."""
 
     directory: str
@@ -126,9 +131,7 @@ class Transfer:
                 num_folds=self.num_folds,
                 num_inner_folds=self.num_inner_folds,
                 name="transfer",
-                storage=place.directory,
-                workers=place.workers,
-                tracking=_UNTRACKED,
+                **place.common,
             )
         ).columns
         return {
@@ -137,8 +140,8 @@ class Transfer:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Language:
+@dataclass(frozen=True, kw_only=True)
+class Language(Scoring):
     """Scores language models at their own temperatures: WikiText-2 word perplexity, LAMBADA, and harness tasks.
 
     A model with a TempNet is scored at the `temperatures`, any other at τ = 1. Scores are named `<task>/<figure>`, or
@@ -179,9 +182,7 @@ class Language:
                     lambada=place.data.get("lambada", ""),
                     tasks=self.tasks,
                     name=f"language-{own}",
-                    storage=place.directory,
-                    workers=place.workers,
-                    tracking=_UNTRACKED,
+                    **place.common,
                 )
             ).columns
             for number, column in enumerate(columns):
@@ -192,27 +193,97 @@ class Language:
         return scores
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class History:
+@dataclass(frozen=True, kw_only=True)
+class History(Scoring):
     """Reads a validation score in the course of training: `<score>@1` … `<score>@num_points`."""
 
     score: str
     num_points: int
 
-    @property
-    def data(self) -> Mapping[str, str]:
-        """No data are needed."""
-        return {}
-
     def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
         """Returns the scores of the validations nearest to `num_points` evenly spaced steps."""
-        scores = {}
+        scores: dict[str, dict[str, float]] = {}
         for run in runs:
-            history = {
-                validation["step"]: validation["scores"][self.score] for validation in run.outcome["validations"]
-            }
-            steps = sorted(history)
-            wanted = [run.config.run.num_steps * point // self.num_points for point in range(1, self.num_points + 1)]
-            nearest = [min(steps, key=lambda step, goal=goal: abs(step - goal)) for goal in wanted]  # type: ignore[misc]
-            scores[run.name] = {f"{self.score}@{point}": history[step] for point, step in enumerate(nearest, start=1)}
+            history = {one["step"]: one["scores"][self.score] for one in run.outcome["validations"]}
+            steps = np.array(sorted(history))
+            for point in range(1, self.num_points + 1):
+                nearest = steps[np.abs(steps - run.config.run.num_steps * point // self.num_points).argmin()]
+                scores.setdefault(run.name, {})[f"{self.score}@{point}"] = history[nearest]
         return scores
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisyCaptions(Scoring):
+    """Compares the temperatures of pairs with noisy captions with those of the other pairs, in %: `noisy_tau`.
+
+    TempNets predict them anew; iSogCLR's temperatures are read from its last checkpoint. Which pairs are noisy at
+    `share` depends on the seed alone, so a run without noise shows how much of the difference is not due to the noise.
+    """
+
+    share: float = 0.15
+    num_pairs: int = 4000
+
+    def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
+        """Returns the differences, as means over images and captions of the training set."""
+        return {run.name: {"noisy_tau": self._difference(run)} for run in runs}
+
+    def _difference(self, run: FinishedRun) -> float:
+        from jobs.tasks.dual_encoder.config import ClipConfig
+        from jobs.tasks.dual_encoder.data import pair_source, prepare_split, random_pairs
+
+        config = run.config
+        assert isinstance(config, ClipConfig)
+        source = pair_source(config, prepare_split(config, "train"))
+        count = min(self.num_pairs, source.manifest.num_pairs)
+        ids = random_pairs(source.manifest.num_pairs, count, config.run.seed)
+        places = source.locate(ids)
+        batch = source.read(*places, 0)
+        is_noisy = dataclasses.replace(source, caption_noise=self.share).read(*places, 0)["is_noisy"]
+        if config.temperature.needs_tempnets:
+            tau = _predict(run.export, batch)
+        else:
+            tau = read_stored_temperatures(config.run.directory, source.manifest.num_pairs)[:, ids]
+        ratios = tau[:, is_noisy].mean(1) / tau[:, ~is_noisy].mean(1)
+        return float(100 * (ratios - 1).mean())
+
+
+def _predict(export: str, batch: Mapping[str, Any]) -> Any:
+    """Returns the predicted temperatures (2, n) of images and captions."""
+    import torch
+
+    from tempnet.models.dual_encoder import DualEncoder, load_pair_tempnets
+
+    place = local_copy(export)
+    encoder, networks = DualEncoder.from_pretrained(place), load_pair_tempnets(place)
+    parts = []
+    with torch.no_grad():
+        for at in range(0, len(batch["ids"]), 256):
+            images, *tokens = (
+                torch.from_numpy(batch[name][at : at + 256]) for name in ("images", "input_ids", "attention_mask")
+            )
+            embeddings = encoder.encode_images(images), encoder.encode_texts(*tokens)
+            parts.append(torch.stack([network(rows) for network, rows in zip(networks, embeddings, strict=True)]))
+    return torch.cat(parts, 1).double().numpy()
+
+
+def read_stored_temperatures(directory: str, num_pairs: int) -> Any:
+    """Returns the temperatures (2, N) of all training pairs from the last checkpoint, where every rank has saved its own."""
+    from safetensors.numpy import load
+
+    from tempnet.contrastive.state import state_file_names
+
+    checkpoints = sorted(path for path in _names(directory) if path.startswith("checkpoint-"))
+    last = f"{directory}/{checkpoints[-1]}" if checkpoints else directory
+    files = state_file_names(count_writers(last))
+    if not set(files) <= set(_names(last)):
+        raise FileNotFoundError(f"{directory} holds no checkpoint with the temperatures of its samples")
+    tau = np.empty((2, num_pairs))
+    for rank, file in enumerate(files):
+        tau[:, rank :: len(files)] = load(read_bytes(f"{last}/{file}"))["tau"]
+    return tau
+
+
+def _names(directory: str) -> list[str]:
+    """Returns the names of the files and directories in a directory at a path or URI."""
+    filesystem, path = resolve(directory)
+    return [item.base_name for item in filesystem.get_file_info(FileSelector(path))]

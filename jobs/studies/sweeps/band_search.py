@@ -1,17 +1,107 @@
-"""The band search: the value of the first axis that brings the mean temperature into the band, then the other axes.
+"""The searches of a sweep, which are generators: they yield the points of a round and are sent their results.
 
-It follows the line log τ̄ = a + b·value along the first axis (:func:`next_value`). `jobs.studies.sweeps.tuning.BandSearch`
-is the same search as a `Searcher` of Ray Tune.
+A search depends on nothing else, so a sweep that was interrupted repeats the same search, and finds the finished trials in
+their directories. The band search looks for the value of the first axis that brings the mean temperature into the band,
+then for the other axes' values; it follows the line log τ̄ = a + b·value along the first axis (:func:`next_value`).
+`jobs.studies.sweeps.tuning.BandSearch` is the same search as a `Searcher` of Ray Tune.
+
+The objective among trials in the band is a validation loss that is comparable between them, the lower the better. For
+language models it is −log p of the next token; for dual encoders, −log p of the matching partner among all held-out ones
+(`tempnet.contrastive.retrieval.cross_entropy`); both at the model's own temperatures. The training loss is not comparable,
+because it depends on ρ.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
-from jobs.studies.sweeps.search import Axes, Point, PointResult, Search, round_value
+import numpy as np
+
+Point: TypeAlias = dict[str, float]
+"""A point of the search: field (`section.field`) → value."""
+Axes: TypeAlias = Mapping[str, Sequence[float]]
+"""Axes of a sweep: field → its values. Searches that also try values in between use the smallest and the largest as ends."""
+
+LOSS = "cross_entropy_tau"
+"""Name of the objective among the scores of a validation."""
+TITLE = "cross-entropy at τ"
+"""Name of the objective in tables and messages."""
+
+_NUM_DIGITS = 4
+
+
+def loss_of(scores: Mapping[str, float]) -> float:
+    """Returns the objective of a validation, in nats; NaN if it has none."""
+    return float(scores.get(LOSS, math.nan))
+
+
+def describe_scores(scores: Mapping[str, float]) -> str:
+    """Returns the mean temperature and the objective of a validation as text."""
+    return f"mean τ {float(scores.get('tau_mean', math.nan)):.4f}, {TITLE} {loss_of(scores):.4f}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PointResult:
+    """What the search is told about a point: how its trial ended."""
+
+    point: Point
+    tau_mean: float
+    """Mean temperature of the last validation; NaN if the trial failed."""
+    loss: float
+    """Validation loss, in nats; NaN if the trial failed."""
+    share: float
+    """Share of its steps that the trial ran for: 1 if it was not stopped early, and also if it failed."""
+
+    def is_in(self, band: tuple[float, float]) -> bool:
+        """Returns whether the trial ran for all its steps and ended in the band."""
+        return self.share == 1.0 and band[0] <= self.tau_mean <= band[1]
+
+
+Search: TypeAlias = Generator[list[Point], list[PointResult], None]
+
+
+def search_grid(axes: Axes) -> Search:
+    """Yields every combination of the values, in one round."""
+    yield [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def list_corners(axes: Axes) -> list[Point]:
+    """Returns every combination of the axes' ends; if a point in between is invalid, one of these is too."""
+    ends = [{min(values), max(values)} for values in axes.values()]
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*ends)]
+
+
+def search_randomly(axes: Axes, *, num_trials: int, seed: int, whole: Collection[str] = ()) -> Search:
+    """Yields `num_trials` random points between the ends of the axes, each once, in one round.
+
+    Values are drawn log-uniformly if the larger end is at least 10 times the smaller, else uniformly; those of the axes in
+    `whole` are whole numbers.
+    """
+    rng = np.random.default_rng(seed)
+    points = [{name: _draw(values, rng, name in whole) for name, values in axes.items()} for _ in range(num_trials)]
+    yield [point for number, point in enumerate(points) if point not in points[:number]]
+
+
+def round_value(value: float, is_whole: bool) -> float:
+    """Returns a value as it is tried: a whole number, or a number with four significant digits."""
+    return float(round(value)) if is_whole else float(f"{value:.{_NUM_DIGITS}g}")
+
+
+def is_wide(values: Sequence[float]) -> bool:
+    """Returns whether values are drawn and shown by their logarithms."""
+    return min(values) > 0 and max(values) >= 10 * min(values)
+
+
+def _draw(values: Sequence[float], rng: np.random.Generator, is_whole: bool) -> float:
+    low, high = min(values), max(values)
+    if is_wide(values):
+        return round_value(math.exp(rng.uniform(math.log(low), math.log(high))), is_whole)
+    return round_value(rng.uniform(low, high), is_whole)
+
 
 # Prior of d log τ̄ / dρ, per nat: what the paper's sweep found between ρ = 8 and 10.5 (TempNet Table 15: 1.65, 1.03,
 # .95, .81, .69). With PRIOR_FALL over the axis in its place 8 points fewer of the searches on the recorded grid of
@@ -28,62 +118,23 @@ _NOISE = 0.02
 _TIE = 1e-3
 
 
-def search_band(
-    axes: Axes,
-    *,
-    band: tuple[float, float],
-    budget: float,
-    start: float | None = None,
-    slope: float = PRIOR_SLOPE,
-    whole: Collection[str] = (),
-) -> Search:
-    """Searches the first axis for the value that brings the mean temperature into the band, then the other axes there.
-
-    The mean temperature is expected to fall along the first axis (such as ρ). The search tries `start` on it, with the
-    middle values of all other axes, and then follows the line log τ̄ = a + b·value towards the middle of the band. If
-    the first axis's ends do not reach the band, values of the other axes are tried from there.
-
-    When a whole trial has ended in the band, combinations of the other axes compete there in one round, of which the
-    better ones run to the end (`jobs.studies.sweeps.stopping`). The rest of the budget continues from the best trial.
-    Neighbouring combinations that the round had no room for come first, as the loss may still fall there; the first
-    axis is set to the value that should bring them to the middle of the band. If there are none, the first axis is
-    searched for the middle of the band.
-
-    Args:
-        axes: the axes; the first one is the axis that moves the mean temperature.
-        band: bounds of the mean temperature.
-        budget: number of steps in whole trials; never exceeded.
-        start: first value to try on the first axis; None: its middle.
-        slope: prior of d log τ̄ / d value along the first axis.
-        whole: names of the axes whose values are whole numbers.
-    """
-    first, *others = axes
-    ends = min(axes[first]), max(axes[first])
-    return _BandSearch(
-        first=first,
-        ends=ends,
-        others={name: sorted(axes[name]) for name in others},
-        band=band,
-        budget=budget,
-        start=sum(ends) / 2 if start is None else start,
-        slope=slope,
-        is_whole=first in whole,
-    ).run()
-
-
 @dataclass(slots=True, kw_only=True)
 class _BandSearch:
     """A band search with its results so far; a combination is a value for every axis other than the first."""
 
-    first: str
-    ends: tuple[float, float]
-    others: dict[str, list[float]]
+    axes: Axes
     band: tuple[float, float]
     budget: float
-    start: float
-    slope: float
-    is_whole: bool
+    start: float | None = None
+    slope: float = PRIOR_SLOPE
+    whole: Collection[str] = ()
+    first: str = ""
+    others: dict[str, list[float]] = field(default_factory=dict)
     results: list[PointResult] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.first, *others = self.axes
+        self.others = {name: sorted(self.axes[name]) for name in others}
 
     def run(self) -> Search:
         while not (inside := self._in_band()):
@@ -145,9 +196,10 @@ class _BandSearch:
         )
 
     def _next_value(self, observations: Sequence[tuple[float, float]]) -> float | None:
-        return next_value(
-            observations, ends=self.ends, band=self.band, start=self.start, slope=self.slope, is_whole=self.is_whole
-        )
+        ends = min(self.axes[self.first]), max(self.axes[self.first])
+        start = sum(ends) / 2 if self.start is None else self.start
+        is_whole = self.first in self.whole
+        return next_value(observations, ends=ends, band=self.band, start=start, slope=self.slope, is_whole=is_whole)
 
     def _extrapolate_tau(self, near: PointResult, combination: Point) -> float:
         """Returns the mean temperature to expect at a combination that differs from a trial's in one axis.
@@ -184,6 +236,29 @@ class _BandSearch:
         ]
         untried = [combination for combination in combinations if combination not in tried]
         return sorted(untried, key=lambda combination: self._distance(combination, point))
+
+
+def search_band(axes: Axes, *, band: tuple[float, float], budget: float, **options: Any) -> Search:
+    """Searches the first axis for the value that brings the mean temperature into the band, then the other axes there.
+
+    The mean temperature is expected to fall along the first axis (such as ρ). The search tries `start` on it, with the
+    middle values of all other axes, and then follows the line log τ̄ = a + b·value towards the middle of the band. If
+    the first axis's ends do not reach the band, values of the other axes are tried from there.
+
+    When a whole trial has ended in the band, combinations of the other axes compete there in one round, of which the
+    better ones run to the end (`jobs.studies.sweeps.tuning`). The rest of the budget continues from the best trial.
+    Neighbouring combinations that the round had no room for come first, as the loss may still fall there; the first
+    axis is set to the value that should bring them to the middle of the band. If there are none, the first axis is
+    searched for the middle of the band.
+
+    Args:
+        axes: the axes; the first one is the axis that moves the mean temperature.
+        band: bounds of the mean temperature.
+        budget: number of steps in whole trials; never exceeded.
+        options: `start`, the first value to try on the first axis, its middle by default; `slope`, the prior of
+            d log τ̄ / d value along the first axis; `whole`, names of the axes whose values are whole numbers.
+    """
+    return _BandSearch(axes=axes, band=band, budget=budget, **options).run()
 
 
 def log_distance(tau: float, band: tuple[float, float]) -> float:

@@ -10,10 +10,18 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from jobs.engine.config import RunSection, TrainingConfig
-from jobs.engine.fields import FREE_TO_CHANGE, added_later, find_duplicate, named_values
+from jobs.engine.fields import FREE_TO_CHANGE, added_later, check_not_negative, find_duplicate, named_values
 from jobs.engine.identity import may_differ, with_fields
-from jobs.studies.sweeps.band_search import PRIOR_FALL, PRIOR_SLOPE, search_band
-from jobs.studies.sweeps.search import Point, Search, list_corners, search_grid, search_randomly
+from jobs.studies.sweeps.band_search import (
+    PRIOR_FALL,
+    PRIOR_SLOPE,
+    Point,
+    Search,
+    list_corners,
+    search_band,
+    search_grid,
+    search_randomly,
+)
 from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.language_model.config import LanguageModelConfig
 
@@ -60,16 +68,12 @@ class SweepSection:
         _ = self.values
         if not 0.0 < self.band[0] < self.band[1]:
             raise ValueError(f"sweep.band = {self.band} must be two rising positive numbers")
-        if self.num_trials < 1:
-            raise ValueError(f"sweep.num_trials = {self.num_trials} must be at least 1")
+        for name, least in (("num_trials", 1), ("num_side_by_side", 1), ("num_generations", 2)):
+            if getattr(self, name) < least:
+                raise ValueError(f"sweep.{name} = {getattr(self, name)} must be at least {least}")
+        check_not_negative("sweep", self, "num_concurrent")
         if not 1.0 <= self.budget < math.inf:
             raise ValueError(f"sweep.budget = {self.budget:g} must be at least 1, for one whole trial, and finite")
-        if self.num_side_by_side < 1:
-            raise ValueError(f"sweep.num_side_by_side = {self.num_side_by_side} must be at least 1")
-        if self.num_generations < 2:
-            raise ValueError(f"sweep.num_generations = {self.num_generations} must be at least 2")
-        if self.num_concurrent < 0:
-            raise ValueError(f"sweep.num_concurrent = {self.num_concurrent} must not be negative")
         if self.search == "optuna" and importlib.util.find_spec("optuna") is None:
             raise ValueError(
                 "sweep.search = optuna needs the package optuna, which is not installed: choose band, grid or random"
@@ -92,11 +96,7 @@ class SweepSection:
 
     @property
     def values(self) -> dict[str, list[float]]:
-        """Field → values.
-
-        Raises:
-            ValueError: if an axis is not a list of numbers.
-        """
+        """Field → values."""
         values_by_name = {}
         axes = named_values(
             "sweep.axes", [axis.replace("-", "_", axis.partition("=")[0].count("-")) for axis in self.axes]
@@ -217,14 +217,7 @@ class SweepConfig(Generic[Base]):
         return PRIOR_SLOPE if first == "temperature.rho" or not width else PRIOR_FALL / width
 
     def trial(self, point: Point) -> Base:
-        """Returns the configuration of the run at a point.
-
-        Its directory is within that of the sweep, and prepared data are shared.
-
-        Raises:
-            ValueError: naming the axis, if its field does not exist or is not a number, or if a value is invalid; also
-                if the storage cannot be used.
-        """
+        """Returns the configuration of the run at a point; its directory is within that of the sweep."""
         return place_trial(with_values(self.base, point), self.run, name_of(point))
 
 
@@ -248,13 +241,10 @@ def name_of(point: Mapping[str, float]) -> str:
 
 
 def with_values(config: Base, point: Mapping[str, float]) -> Base:
-    """Returns a configuration with the values of a point, before the run has a name and storage of its own.
+    """Returns a configuration with the values of a point; raises ValueError that names the axis if a value is invalid.
 
-    The storage is resolved only when runs are made, since the storage of a preset may not be usable until the command
-    line has set another.
-
-    Raises:
-        ValueError: naming the axis, if its field does not exist or is not a number, or if a value is invalid.
+    The storage is resolved only when runs are made, since that of a preset may not be usable until the command line has
+    set another.
     """
     values = _convert(config, point)
     try:
@@ -272,11 +262,7 @@ def place_trial(config: Base, sweep: RunSection, name: str, start_from: str = ""
 
 
 def _convert(config: TrainingConfig, point: Mapping[str, float]) -> dict[str, float | int]:
-    """Returns the values of a point, converted to the types of their fields.
-
-    Raises:
-        ValueError: naming the axis, if its field is not a number or does not affect the outcome of a run.
-    """
+    """Returns the values of a point, converted to the types of their fields, which must be numbers that change a run."""
     values: dict[str, float | int] = {}
     for name, value in point.items():
         section, _, field = name.rpartition(".")

@@ -8,7 +8,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import pandas as pd
@@ -22,26 +23,35 @@ from jobs.engine.cluster import check_machine, start_ray
 from jobs.engine.config import TrainingConfig
 from jobs.engine.console import clock
 from jobs.engine.export import configure, find_checkpoint, make_late_export
-from jobs.engine.launch import claim_directory
+from jobs.engine.identity import configuration_hash
+from jobs.engine.launch import claim_directory, tracking_uri
 from jobs.engine.lease import Lease
 from jobs.engine.masking import masked
 from jobs.engine.metrics import send_metrics
 from jobs.engine.preflight import check_directory, check_room
 from jobs.engine.resumption import best_checkpoint, whole_checkpoints
-from jobs.engine.tracking import TrackedRun, end_children, find_child, finish_run, mark_if_ended, survive_outage
+from jobs.engine.task import Plan
+from jobs.engine.tracking import TrackedRun, find_child, finish_run, mark_if_ended, survive_outage
+from jobs.studies.sweeps.band_search import LOSS, TITLE, Point, describe_scores, is_wide, list_corners
 from jobs.studies.sweeps.config import SweepConfig, name_of, place_trial, with_values
-from jobs.studies.sweeps.plan import Sweep
 from jobs.studies.sweeps.report import Row, as_markdown, as_page, best_values, choose, make_row
-from jobs.studies.sweeps.search import LOSS, TITLE, Point, loss_of
-from jobs.studies.sweeps.stopping import BandRule
 from jobs.studies.sweeps.trainable import HYPERPARAMETERS, make_trainable
-from jobs.studies.sweeps.tuning import BandSearch, RuleStopper, make_scheduler
-from jobs.studies.trials.command import Results
-from jobs.studies.trials.parent import open_parent, publish
-from jobs.studies.trials.run import DRIVER_CPUS, Trial, describe_error, find_room, prepare_once
-from jobs.studies.trials.side_by_side import run_side_by_side
+from jobs.studies.sweeps.tuning import BandRule, BandSearch, RuleStopper, make_scheduler
+from jobs.studies.trials import (
+    DRIVER_CPUS,
+    Results,
+    Trial,
+    describe_error,
+    find_room,
+    make_plan,
+    open_parent,
+    prepare_once,
+    publish,
+    record_failures,
+    run_trials,
+)
 from jobs.tasks.language_model.config import LanguageModelConfig
-from jobs.tasks.language_model.plan import make_plan as make_language_model_plan
+from jobs.tasks.side_by_side import can_share_base
 from pipelines.storage import exists, read_json, resolve, write_json
 
 BEST_RUN_TAG = "best_run"
@@ -60,47 +70,80 @@ Runs: TypeAlias = dict[str, tuple[Point, dict[str, Any] | None]]
 """Name of a run → its point, and its outcome; None if it has none."""
 
 
-def check_sweep(sweep: Sweep) -> None:
-    """Check that a sweep can be started.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """The plan of a sweep, known before anything starts."""
 
-    Raises:
-        ValueError, OSError: see `jobs.engine.preflight`.
-    """
+    config: SweepConfig[Any]
+    plans: Sequence[Plan]
+    """Plans of the first round's trials, followed by those of the trials at the ends of the axes."""
+
+    @property
+    def shares_base(self) -> bool:
+        """Whether the trials train side by side on one frozen base."""
+        sweep = self.config.sweep
+        if sweep.scheduler != "none" or sweep.search == "band":
+            return False
+        trials = [self.config.trial(point) for point in next(self.config.start())]
+        return sweep.num_side_by_side > 1 < len(trials) and can_share_base(trials)
+
+    def describe(self) -> str:
+        """Returns the plan as text for the terminal."""
+        config, run = self.config, self.config.run
+        axes = ", ".join(f"{name} {min(axis):g} to {max(axis):g}" for name, axis in config.sweep.values.items())
+        limit = "at most " if config.sweep.search == "band" else ""
+        early = "" if config.sweep.scheduler == "none" else f", scheduler {config.sweep.scheduler}"
+        side_by_side = "side by side on one frozen base, " if self.shares_base else ""
+        return (
+            f"sweep        {run.name} in {run.directory} (configuration {configuration_hash(config)})\n"
+            f"trials       {side_by_side}{limit}{config.sweep.max_num_trials} ({config.sweep.search}{early}): {axes}\n"
+            f"goal         a mean τ from {config.sweep.band[0]:g} to {config.sweep.band[1]:g}, then the lowest "
+            f"{TITLE}\n\nThe first trial:\n{self.plans[0].describe()}"
+        )
+
+
+def make_sweep(config: SweepConfig[Any]) -> Sweep:
+    """Make the plan; raises an error that names the field, its value and the legal values."""
+    # The trials log to the MLflow store of the sweep; by default they would create a database in their own storage.
+    uri = tracking_uri(config.base)
+    tracking = dataclasses.replace(config.base.tracking, uri=uri, enabled=bool(uri))
+    config = dataclasses.replace(config, base=dataclasses.replace(config.base, tracking=tracking))
+    trials = [config.trial(point) for point in [*next(config.start()), *list_corners(config.sweep.values)]]
+    return Sweep(config=config, plans=[make_plan(trial) for trial in trials])
+
+
+def check_sweep(sweep: Sweep) -> None:
+    """Check that a sweep can be started; raises as `jobs.engine.preflight` does."""
     check_directory(sweep.config)
     check_machine()
-    check_room(sweep.config.base, sweep.first.data_cpus + DRIVER_CPUS)
+    check_room(sweep.config.base, sweep.plans[0].data_cpus + DRIVER_CPUS)
 
 
 def run_sweep(sweep: Sweep) -> Results[Row]:
-    """Run or continue a sweep, and write its report and `trials.parquet` into its directory.
-
-    Raises:
-        ValueError: if another configuration has taken the name, or the cluster is too small.
-    """
+    """Run or continue a sweep, and write its report and `trials.parquet` into its directory."""
     config = sweep.config
     check_sweep(sweep)
     print(sweep.describe(), flush=True)
     start_ray()
     # raises ValueError before data are prepared
-    num_at_once = find_room(config.base, sweep.first.data_cpus, config.sweep.num_concurrent)
+    num_at_once = find_room(config.base, sweep.plans[0].data_cpus, config.sweep.num_concurrent)
     data_sets = prepare_once(sweep.plans)
     claim_directory(config)
     parent = open_parent(
         config,
-        run=config.run,
-        tracking=config.base.tracking,
-        uri=sweep.first.tracking_uri,
+        config.base.tracking,
+        uri=sweep.plans[0].tracking_uri,
         num_trials=config.sweep.max_num_trials,
         data_sets=data_sets,
     )
     if sweep.shares_base:
         configs = [config.trial(point) for point in next(config.start())]
-        outcomes = run_side_by_side(
-            [Trial(config=trial, make_plan=sweep.make_plan) for trial in configs],
-            num_at_once=config.sweep.num_side_by_side,
+        outcomes = run_trials(
+            [Trial(config=trial) for trial in configs],
             directory=config.run.directory,
             parent=parent,
-            describe=_describe_outcome,
+            describe=lambda outcome: describe_scores(outcome["validation"]),
+            num_side_by_side=config.sweep.num_side_by_side,
         )
         found = _read_runs(config)
         runs = {trial.run.name: found[trial.run.name] for trial in configs if trial.run.name in found}
@@ -186,9 +229,7 @@ def _run_tune(sweep: Sweep, parent: TrackedRun | None, num_at_once: int) -> tupl
     for name, (_, outcome) in runs.items():
         if outcome is None and name not in errors:
             runs[name] = runs[name][0], _finish_stopped(config, name, reasons.get(name, usual), parent)
-    if parent is not None and errors:
-        with survive_outage("the end of the trials that failed"):
-            end_children(parent, "FAILED")  # a trial whose process was killed could not record this itself
+    record_failures(parent, errors)
     return runs, errors, grid.get_dataframe()
 
 
@@ -210,10 +251,9 @@ def _value_of(config: TrainingConfig, field: str) -> Any:
 def _domain(values: list[float], is_whole: bool) -> Any:
     """Return what Tune draws from between the ends of an axis: log-uniformly if the larger is at least 10 times the other."""
     low, high = min(values), max(values)
-    is_wide = low > 0 and high >= 10 * low
     if is_whole:
-        return (tune.lograndint if is_wide else tune.randint)(int(low), int(high) + 1)
-    return (tune.loguniform if is_wide else tune.uniform)(low, high)
+        return (tune.lograndint if is_wide(values) else tune.randint)(int(low), int(high) + 1)
+    return (tune.loguniform if is_wide(values) else tune.uniform)(low, high)
 
 
 def _band_rule(sweep: Sweep) -> BandRule | None:
@@ -227,11 +267,7 @@ def _band_rule(sweep: Sweep) -> BandRule | None:
 
 
 def _calibrate_rho(sweep: Sweep) -> float | None:
-    """Return the first ρ to try, or None if nothing is known beforehand.
-
-    For a frozen language model whose first axis is ρ, it is the ρ whose mean optimal temperature is in the middle of the
-    band.
-    """
+    """Return the ρ whose mean optimal temperature is in the middle of the band, if a frozen language model shows it."""
     config = sweep.config
     base, band = config.base, config.sweep.band
     if not (
@@ -243,7 +279,7 @@ def _calibrate_rho(sweep: Sweep) -> float | None:
     temperature = dataclasses.replace(
         base.temperature, rho=None, target_entropy=None, calibrated_tau=math.sqrt(band[0] * band[1])
     )
-    prepared = make_language_model_plan(dataclasses.replace(base, temperature=temperature)).prepare()
+    prepared = make_plan(dataclasses.replace(base, temperature=temperature)).prepare()
     prepared.write_records(config.run.directory)  # so that a continued search begins with the same ρ
     return float(prepared.outcome["rho"])
 
@@ -312,7 +348,7 @@ def _export_best(sweep: Sweep, best: Row | None) -> None:
         return
     trial = place_trial(with_values(config.base, best.point), config.run, best.name)
     late = find_checkpoint(directory, int(checkpoint.rpartition("-")[2]), output)
-    make_late_export(sweep.make_plan(configure(trial, late)), late)
+    make_late_export(make_plan(configure(trial, late)), late)
     print(f"  model     {output}", flush=True)
 
 
@@ -325,10 +361,7 @@ class _ProgressLines(tune.Callback):
     def on_trial_complete(self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any) -> None:
         """Print how a trial ended that did not raise an error."""
         scores = trial.last_result
-        self._print_line(
-            trial,
-            f"mean τ {scores.get('tau_mean', math.nan):.4f}, {TITLE} {loss_of(scores):.4f}, step {scores.get('step', 0)}",
-        )
+        self._print_line(trial, f"{describe_scores(scores)}, step {scores.get('step', 0)}")
 
     def on_trial_error(self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any) -> None:
         """Print that a trial has failed."""
@@ -372,8 +405,3 @@ def _publish(
     )
     _export_best(sweep, best)
     return results
-
-
-def _describe_outcome(outcome: Mapping[str, Any]) -> str:
-    tau = float(outcome["validation"].get("tau_mean", math.nan))
-    return f"mean τ {tau:.4f}, {TITLE} {loss_of(outcome['validation']):.4f}"

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 from jobs.engine.description import markdown_table
-from jobs.studies.sweeps.search import LOSS, TITLE, loss_of
+from jobs.studies.sweeps.band_search import LOSS, TITLE, is_wide, loss_of
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -41,21 +42,9 @@ class Row:
 
 
 def make_row(
-    name: str,
-    point: Mapping[str, float],
-    outcome: Mapping[str, Any] | None,
-    error: str,
-    band: tuple[float, float],
+    name: str, point: Mapping[str, float], outcome: Mapping[str, Any] | None, error: str, band: tuple[float, float]
 ) -> Row:
-    """Returns the row of a trial.
-
-    Args:
-        name: name of the trial.
-        point: field → value.
-        outcome: outcome of the trial; None if it failed.
-        error: error of a failed trial, else empty.
-        band: bounds of the mean temperature.
-    """
+    """Returns the row of a trial with an outcome, or None if it failed with an error."""
     outcome = outcome or {}
     scores = outcome.get("validation", {})
     tau = float(scores.get("tau_mean", math.nan))
@@ -93,39 +82,34 @@ def choose(rows: Sequence[Row], band: tuple[float, float]) -> tuple[Row | None, 
 
 
 def best_values(axes: Iterable[str], best: Row | None) -> dict[str, float]:
-    """Returns the metrics by which MLflow shows the chosen trial at its sweep: loss, mean τ, and the value of every axis.
-
-    Args:
-        axes: the fields that the sweep varies.
-        best: from :func:`choose`; None: all values are NaN.
-    """
+    """Returns the metrics by which MLflow shows the chosen trial at its sweep: loss, mean τ, and the value of every axis."""
     named = {f"best_{name.rpartition('.')[2]}": best.point[name] if best else math.nan for name in axes}
     loss, tau = (best.loss, best.tau_mean) if best else (math.nan, math.nan)
     return {f"best_{LOSS}": loss, "best_tau_mean": tau, **named}
 
 
-def as_markdown(rows: Sequence[Row], band: tuple[float, float], num_grid_steps: int) -> str:
-    """Returns the table, the chosen trial and the number of steps taken, in Markdown.
+def _cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Returns the cells that both tables have: name, values of the axes, mean τ, loss, steps."""
+    titles = ("trial", *rows[0].point, "mean τ", TITLE, "steps")
+    return [
+        titles,
+        *(
+            (row.name, *(f"{value:g}" for value in row.point.values()), _format(row.tau_mean), _format(row.loss),
+             str(row.num_steps))
+            for row in rows
+        ),
+    ]  # fmt: skip
 
-    Args:
-        rows: the rows, at least one.
-        band: bounds of the mean temperature.
-        num_grid_steps: number of steps of one whole run for every combination of the axes' values.
-    """
-    axes = list(rows[0].point)
+
+def as_markdown(rows: Sequence[Row], band: tuple[float, float], num_grid_steps: int) -> str:
+    """Returns the table, the chosen trial, and the steps taken beside those of the whole grid, in Markdown."""
     best, why = choose(rows, band)
-    cells = [["trial", *axes, "mean τ", "in the band", TITLE, "steps"]]
-    for row in rows:
-        mark = "→ " if row is best else ""
+    (*titles, loss, steps), *lines = _cells(rows)
+    cells = [[*titles, "in the band", loss, steps]]
+    for row, (name, *values, tau, loss, steps) in zip(rows, lines, strict=True):
         where = "stopped" if row.stopped else "yes" if row.is_in_band else "no"
-        figures = [_format(row.tau_mean), where, _format(row.loss), str(row.num_steps)]
-        cells.append(
-            [
-                f"{mark}{row.name}",
-                *(f"{value:g}" for value in row.point.values()),
-                *(["FAILED", "", "", ""] if row.error else figures),
-            ]
-        )
+        figures = ["FAILED", "", "", ""] if row.error else [tau, where, loss, steps]
+        cells.append([f"{'→ ' if row is best else ''}{name}", *values, *figures])
     line = f"Chosen: {best.name}: {why}." if best else f"Chosen: none: {why}."
     num_steps = sum(row.num_steps for row in rows)
     return (
@@ -136,17 +120,14 @@ def as_markdown(rows: Sequence[Row], band: tuple[float, float], num_grid_steps: 
 
 def as_page(title: str, rows: Sequence[Row], band: tuple[float, float]) -> str:
     """Returns a self-contained HTML page with embedded figures, followed by the table."""
-    axes = list(rows[0].point)
     best, why = choose(rows, band)
-    header = "".join(
-        f"<th>{html.escape(name)}</th>" for name in ["trial", *axes, "mean τ", TITLE, "steps", "what happened"]
-    )
-    lines = "".join(
-        f"<tr class='{'best' if row is best else ''}'><td>{html.escape(row.name)}</td>"
-        + "".join(f"<td>{value:g}</td>" for value in row.point.values())
-        + f"<td>{_format(row.tau_mean)}</td><td>{_format(row.loss)}</td><td>{row.num_steps}</td>"
-        f"<td>{html.escape(_describe_end(row))}</td></tr>"
-        for row in rows
+    titles, *lines = _cells(rows)
+    header = "".join(f"<th>{html.escape(name)}</th>" for name in (*titles, "what happened"))
+    body = "".join(
+        f"<tr class='{'best' if row is best else ''}'>"
+        + "".join(f"<td>{html.escape(cell)}</td>" for cell in (*line, _describe_end(row)))
+        + "</tr>"
+        for row, line in zip(rows, lines, strict=True)
     )
     return (
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{html.escape(title)}</title><style>"
@@ -157,8 +138,8 @@ def as_page(title: str, rows: Sequence[Row], band: tuple[float, float]) -> str:
         f"<p>Chosen: <b>{html.escape(best.name if best else 'none')}</b>: {html.escape(why)}.</p>"
         f"<h2>Over the axes</h2>{_embed(draw_axes(rows, band), 'mean τ and loss over the axes')}"
         f"<h2>Over the steps</h2>{_embed(draw_steps(rows, band), 'mean τ and loss over the steps')}"
-        f"<h2>All trials</h2>{_embed(draw_parallel(rows, band), 'parallel coordinates')}"
-        f"<table><tr>{header}</tr>{lines}</table></body></html>"
+        f"<h2>All trials</h2>{_embed(draw_parallel(rows, best), 'parallel coordinates')}"
+        f"<table><tr>{header}</tr>{body}</table></body></html>"
     )
 
 
@@ -181,7 +162,7 @@ def draw_axes(rows: Sequence[Row], band: tuple[float, float]) -> Figure:
         panels[1][column].set(xlabel=axis, ylabel=TITLE)
         values = sorted({row.point[axis] for row in rows})
         for panel in panels[:, column]:
-            if _is_wide(values):
+            if is_wide(values):
                 panel.set_xscale("log")
             panel.grid(alpha=0.3)
         if len(groups) <= 8:
@@ -206,26 +187,21 @@ def draw_steps(rows: Sequence[Row], band: tuple[float, float]) -> Figure:
     return figure
 
 
-def draw_parallel(rows: Sequence[Row], band: tuple[float, float]) -> Figure:
-    """Draws parallel coordinates: a line per trial through its axes, mean τ and loss, each with its own scale.
-
-    Lines of trials in the band are green.
-    """
-    axes = list(rows[0].point)
-    columns = [*axes, "mean τ", TITLE]
+def draw_parallel(rows: Sequence[Row], best: Row | None) -> Figure:
+    """Draws a line per trial through its axes, mean τ and loss, each with its own scale; green: in the band."""
+    columns = [*rows[0].point, "mean τ", TITLE]
     shown = [row for row in rows if math.isfinite(row.tau_mean) and math.isfinite(row.loss)]
     figure, panel = plt.subplots(figsize=(11, 4), layout="constrained")
-    table = [[*(row.point[axis] for axis in axes), row.tau_mean, row.loss] for row in shown]
-    for number, values in enumerate(zip(*table, strict=True)):
-        is_wide = _is_wide(sorted(values))
-        scaled = [math.log(value) if is_wide else value for value in values]
-        low, high = min(scaled), max(scaled)
-        for line, value in zip(table, scaled, strict=True):
-            line[number] = (value - low) / (high - low) if high > low else 0.5
+    heights = []
+    for number, values in enumerate(
+        zip(*((*row.point.values(), row.tau_mean, row.loss) for row in shown), strict=True)
+    ):
+        scaled = np.log(values) if is_wide(values) else np.array(values)
+        width = np.ptp(scaled)
+        heights.append((scaled - scaled.min()) / width if width else np.full(len(scaled), 0.5))
         panel.text(number, -0.06, f"{min(values):.4g}", ha="center", va="top", fontsize=8)
         panel.text(number, 1.06, f"{max(values):.4g}", ha="center", va="bottom", fontsize=8)
-    best, _ = choose(rows, band)
-    for row, line in zip(shown, table, strict=True):
+    for row, line in zip(shown, np.transpose(heights), strict=True):
         colour = "tab:green" if row.is_in_band else "tab:gray"
         panel.plot(line, "o-", color=colour, lw=3 if row is best else 1, alpha=1 if row is best else 0.6)
     panel.set(xticks=range(len(columns)), xticklabels=columns, yticks=[], ylim=(-0.2, 1.2))
@@ -240,10 +216,6 @@ def _embed(figure: Figure, description: str) -> str:
     plt.close(figure)
     encoded = base64.b64encode(content.getvalue()).decode()
     return f"<img alt='{html.escape(description)}' src='data:image/png;base64,{encoded}'>"
-
-
-def _is_wide(values: Sequence[float]) -> bool:
-    return values[0] > 0 and values[-1] >= 10 * values[0]
 
 
 def _group(rows: Sequence[Row], axis: str) -> dict[str, list[Row]]:

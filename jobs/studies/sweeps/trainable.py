@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,10 @@ from jobs.engine.launch import train
 from jobs.engine.lease import RunIsTakenError
 from jobs.engine.preflight import find_outcome
 from jobs.engine.ray_private import reporting_checkpoints
-from jobs.engine.task import Plan
 from jobs.engine.tracking import origin_tags
 from jobs.scoring.mlflow_models.run import record_models
 from jobs.studies.sweeps.config import name_of, place_trial, with_values
-from jobs.studies.trials.run import DRIVER_CPUS, Trial, make_plan_in_outage
-from jobs.tasks.dual_encoder.config import ClipConfig
-from jobs.tasks.dual_encoder.plan import make_plan as make_clip_plan
-from jobs.tasks.language_model.config import LanguageModelConfig
-from jobs.tasks.language_model.plan import make_plan as make_language_model_plan
+from jobs.studies.trials import DRIVER_CPUS, make_plan_in_outage
 
 HYPERPARAMETERS = (
     "temperature.rho",
@@ -47,19 +42,6 @@ HYPERPARAMETERS = (
 )
 """Fields that every trial of a sweep shows in Tune's tables, whether the sweep varies them or not."""
 _POINTER_FILE = "start.json"
-
-
-def planner_of(config: TrainingConfig) -> Callable[[Any], Plan]:
-    """Returns the function that makes the plan of a run.
-
-    Raises:
-        TypeError: if there is none for this kind of configuration.
-    """
-    if isinstance(config, LanguageModelConfig):
-        return make_language_model_plan
-    if isinstance(config, ClipConfig):
-        return make_clip_plan
-    raise TypeError(f"{type(config).__name__} has no plan for trials: expected LanguageModelConfig or ClipConfig")
 
 
 def make_trainable(
@@ -110,13 +92,7 @@ def _run_trial(
     directory: str,
     origin: Mapping[str, str],
 ) -> None:
-    """Run one trial; see :func:`make_trainable`.
-
-    Args:
-        point: field → value.
-        directory: the directory in which the job was started; relative paths refer to it.
-        origin: the `origin_tags` of the job's driver.
-    """
+    """Run one trial; see :func:`make_trainable`. `directory` and `origin` are those of the process that started the job."""
     if os.path.isdir(directory):
         os.chdir(directory)
     fields = {field: point[field] for field in named} if named else point
@@ -125,12 +101,11 @@ def _run_trial(
     if num_shared:
         kept = max(num_shared, placed.run.num_checkpoints_kept)
         placed = dataclasses.replace(placed, run=dataclasses.replace(placed.run, num_checkpoints_kept=kept))
-    trial = Trial(config=placed, make_plan=planner_of(base))
     outcome = find_outcome(placed)
     if outcome is not None:
         for validation in outcome["validations"][:-1]:
             tune.report({"step": validation["step"], **validation["scores"]})
-    plan = make_plan_in_outage(trial)
+    plan = make_plan_in_outage(placed)
     if num_shared:
         reporting_checkpoints(lambda metrics: _write_pointer(name, start_from, int(metrics["step"])))
     while True:

@@ -1,11 +1,16 @@
-"""What a sweep gives to Ray Tune: the band search, what ends trials, and Tune's own schedulers."""
+"""What a sweep gives to Ray Tune: the band search, the rules that end trials, and Tune's own schedulers.
+
+In a band search a trial ends if its mean temperature has settled outside the band, or if others with the same number of
+steps are better (asynchronous successive halving, arXiv 1810.05934).
+"""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from ray import tune
 from ray.tune import Stopper
@@ -13,9 +18,83 @@ from ray.tune.schedulers import ASHAScheduler, MedianStoppingRule, PopulationBas
 from ray.tune.search import Searcher
 
 from jobs.engine.worker import Validation
-from jobs.studies.sweeps.band_search import PRIOR_SLOPE, search_band
-from jobs.studies.sweeps.search import LOSS, TITLE, Axes, Point, PointResult, loss_of
-from jobs.studies.sweeps.stopping import ETA, GRACE_SHARE, BandRule, Halving, rank_of
+from jobs.studies.sweeps.band_search import LOSS, TITLE, Axes, Point, PointResult, loss_of, search_band
+
+Rank: TypeAlias = tuple[bool, float]
+"""(whether the mean temperature is in the band, −loss); the higher the better."""
+
+# Share of the steps before which no trial is stopped. Until then the mean temperature of joint training says little: it
+# turns when the base model has learnt most of what it will learn.
+GRACE_SHARE = 0.5
+# Temperatures within this share of the range from an end count as at the bound, as in `tempnet.statistics`. Without that
+# 44 points fewer of the searches for a band near a bound reach it (measured at 289c795).
+_BOUND_SHARE = 0.01
+# log τ̄ may still move this far in half of the steps: over 78 whole trials it moved by −.22 to .20. With 0,
+# 5 points fewer of the searches from far away reach the band (measured at 289c795).
+_SWING = 0.2
+# Successive halving: a share of 1/η of the trials goes on.
+ETA = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BandRule:
+    """Decides whether the mean temperature of a run can still end in the band."""
+
+    band: tuple[float, float]
+    tau_min: float
+    tau_max: float
+    num_steps: int
+
+    def reason_to_stop(self, validations: Sequence[Validation]) -> str:
+        """Returns why the run cannot end in the band, or an empty string if it may or if its loss has no temperature.
+
+        It cannot if its mean temperature is at a bound of its range, or farther from the band than log τ̄ may still move
+        in the steps that are left.
+        """
+        now = validations[-1]
+        tau = now.scores.get("tau_mean", math.nan)
+        if now.step < GRACE_SHARE * self.num_steps or math.isnan(tau):
+            return ""
+        margin = _BOUND_SHARE * (self.tau_max - self.tau_min)
+        if not self.tau_min + margin < tau < self.tau_max - margin:
+            return f"the mean τ, {tau:.4g}, is at the bound of its range"
+        low, high = self.band
+        if max(math.log(tau / high), math.log(low / tau)) > _SWING * 2 * (1 - now.step / self.num_steps):
+            return f"the mean τ settles outside the band: {tau:.4g} at step {now.step}"
+        return ""
+
+
+class Halving:
+    """Asynchronous successive halving: a trial goes on if it is in the better half of the trials that reached the rung.
+
+    Args:
+        num_steps: steps of a whole trial. The only rung is at half of them, since a higher learning rate that is best
+            in the end may still be behind at a quarter (measured: 2e-2 on the papers' grid of ρ and learning rate).
+        band: bounds of the mean temperature; trials in the band are better than all others.
+    """
+
+    def __init__(self, num_steps: int, band: tuple[float, float]) -> None:
+        self._rung = num_steps // ETA
+        self._band = band
+        self._ranks: dict[str, Rank] = {}
+
+    def goes_on(self, trial: str, validations: Sequence[Validation]) -> bool:
+        """Returns whether a trial with these validations, the last of which is new, should continue.
+
+        Its rank at the rung is recorded even if it is reported later, as a continued sweep does.
+        """
+        reached = [validation for validation in validations if validation.step >= self._rung]
+        if not reached:
+            return True
+        rank = self._ranks[trial] = rank_of(reached[0], self._band)
+        num_better = sum(other > rank for other in self._ranks.values())
+        return len(reached) > 1 or num_better < math.ceil(len(self._ranks) / ETA)
+
+
+def rank_of(validation: Validation, band: tuple[float, float]) -> Rank:
+    """Returns the rank of a validation: being in the band counts first, then the loss."""
+    scores = validation.scores
+    return band[0] <= scores.get("tau_mean", math.nan) <= band[1], -loss_of(scores)
 
 
 class BandSearch(Searcher):
@@ -29,26 +108,15 @@ class BandSearch(Searcher):
         band: bounds of the mean temperature.
         num_steps: steps of a whole trial.
         budget: number of steps in whole trials; never exceeded.
-        start: first value to try on the first axis; None: its middle.
-        slope: prior of d log τ̄ / d value along the first axis.
-        whole: names of the axes whose values are whole numbers.
+        options: further options of the search.
     """
 
     def __init__(
-        self,
-        axes: Axes,
-        *,
-        band: tuple[float, float],
-        num_steps: int,
-        budget: float = 4.0,
-        start: float | None = None,
-        slope: float | None = None,
-        whole: Collection[str] = (),
+        self, axes: Axes, *, band: tuple[float, float], num_steps: int, budget: float = 4.0, **options: Any
     ) -> None:
         super().__init__(metric=LOSS, mode="min")
-        slope = PRIOR_SLOPE if slope is None else slope
         self.band, self._num_steps = band, num_steps
-        self._search = search_band(axes, band=band, budget=budget, start=start, slope=slope, whole=whole)
+        self._search = search_band(axes, band=band, budget=budget, **options)
         self._is_over = False
         self._running: dict[str, int] = {}
         self.competes: dict[str, bool] = {}
@@ -99,9 +167,7 @@ class BandSearch(Searcher):
 class RuleStopper(Stopper):
     """Ends trials of Ray Tune whose loss is not finite, and those that the rules of a band end.
 
-    Args:
-        rule: the band rule; None: only trials that diverge are ended.
-        search: the band search that suggests the trials; None: they are of another search, and do not compete here.
+    Without a rule only those that diverge; trials compete only if a band search suggests them.
     """
 
     def __init__(self, rule: BandRule | None, search: BandSearch | None = None) -> None:
@@ -149,17 +215,11 @@ class RuleStopper(Stopper):
 
 
 def make_scheduler(name: str, num_steps: int, points: Axes, num_generations: int) -> TrialScheduler | None:
-    """Returns Ray Tune's scheduler of a name (`SweepSection.scheduler`); None for none.
+    """Returns Ray Tune's scheduler of a name (`SweepSection.scheduler`) for trials of `num_steps`; None for none.
 
     `asha` and `median` compare trials from half of their steps on, which is where the band search compares its own: a
     higher learning rate that is best in the end may still be behind at a quarter of the steps. With `pbt` all trials wait
-    for each other after every part of their steps.
-
-    Args:
-        name: asha, median, pbt or none.
-        num_steps: steps of a whole trial.
-        points: field → its values, which are changed between the smallest and the largest by pbt.
-        num_generations: parts of the steps after which pbt changes values.
+    for each other after every part of their steps, and values change between the smallest and the largest of their axis.
     """
     half = math.ceil(GRACE_SHARE * num_steps)
     common: dict[str, Any] = {"time_attr": "step", "metric": LOSS, "mode": "min"}

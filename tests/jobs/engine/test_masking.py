@@ -24,8 +24,8 @@ from jobs.engine.metrics import MetricLogger
 from jobs.engine.tracking import TrackedRun, open_run, reconnection_uri, resolve_uri, survive_outage, where_to_browse
 from jobs.scoring.language_models.config import EvaluateConfig
 from jobs.scoring.results import publish_evaluation
-from jobs.studies.trials.parent import publish as publish_trials
-from jobs.studies.trials.run import describe_error
+from jobs.studies.trials import describe_error
+from jobs.studies.trials import publish as publish_trials
 from jobs.tasks.presets.language_models import PRESETS
 
 SECRET = "hunter2"

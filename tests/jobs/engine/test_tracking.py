@@ -40,7 +40,7 @@ from jobs.engine.tracking import (
     survive_outage,
 )
 from jobs.scoring.mlflow_models.run import record_models
-from jobs.studies.trials.run import Trial, make_plan_in_outage
+from jobs.studies import trials
 from jobs.tasks.presets.language_models import PRESETS
 from pipelines.block_cache import open_locked
 
@@ -293,13 +293,14 @@ def test_a_trial_waits_for_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
             raise answer
         return answer
 
-    trial = Trial(config=PRESETS["gpt2-scratch-small"](), make_plan=make_plan)
-    assert make_plan_in_outage(trial, seconds_between=0.0) == "a plan"
+    monkeypatch.setattr(trials, "make_plan", make_plan)
+    config = PRESETS["gpt2-scratch-small"]()
+    assert trials.make_plan_in_outage(config, seconds_between=0.0) == "a plan"
     assert not answers
-    monkeypatch.setattr("jobs.studies.trials.run._SECONDS_OF_OUTAGE", -1.0)
+    monkeypatch.setattr(trials, "_SECONDS_OF_OUTAGE", -1.0)
     answers.append(away)
     with pytest.raises(ConnectionError, match="does not answer"):
-        make_plan_in_outage(trial, seconds_between=0.0)
+        trials.make_plan_in_outage(config, seconds_between=0.0)
 
 
 def test_a_store_is_opened_by_one_process_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,13 +19,11 @@ from jobs.engine.launch import claim_directory
 from jobs.engine.preflight import find_outcome
 from jobs.engine.resumption import checkpoint_name, write_file_list
 from jobs.engine.worker import Validation
-from jobs.studies.sweeps.band_search import search_band
+from jobs.studies.sweeps.band_search import PointResult, search_band
 from jobs.studies.sweeps.launch import _finish_stopped, _read_runs
 from jobs.studies.sweeps.presets import PRESETS
 from jobs.studies.sweeps.report import make_row
-from jobs.studies.sweeps.search import PointResult
-from jobs.studies.sweeps.stopping import BandRule, Halving
-from jobs.studies.sweeps.tuning import BandSearch, RuleStopper
+from jobs.studies.sweeps.tuning import BandRule, BandSearch, Halving, RuleStopper
 
 BAND = (0.7, 1.0)
 RULE = BandRule(band=BAND, tau_min=0.001, tau_max=2.0, num_steps=600)

@@ -22,7 +22,7 @@ from jobs.engine.command_line import parse_preset
 from jobs.engine.fields import resolve_fields
 from jobs.engine.identity import recorded_values, with_fields
 from jobs.engine.temperature import check_sizes
-from jobs.studies.cross_validation.cross_validation import make_cross_validation
+from jobs.studies.cross_validation import make_cross_validation
 from jobs.studies.sweeps import presets as sweep_presets
 from jobs.tasks.classifier.data import read_data
 from jobs.tasks.dual_encoder.data import preparation

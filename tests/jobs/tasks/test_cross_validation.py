@@ -13,7 +13,7 @@ import torch
 from scipy.stats import ttest_1samp
 
 from jobs.engine.identity import configuration_hash, with_fields
-from jobs.studies.cross_validation.table import as_markdown, make_rows
+from jobs.studies.cross_validation import as_markdown, make_rows
 from jobs.studies.estimates import estimate
 from jobs.tasks.classifier.config import CrossValidationConfig
 from jobs.tasks.classifier.data import folds, read_data, read_fold

@@ -1,0 +1,274 @@
+"""The papers' tables and figures as experiments by their id, read from `experiments.yaml`.
+
+An entry has `title`, `source` (the paper, and the table or figure in it), `claim`, and `studies`, each of which takes what
+it does not say from its `kind`:
+
+    title, columns      of the table, and of the paper's figures
+    arms                name → preset (or that of the study), paper (the paper's figures), row (its name in the paper),
+                        only (the only scale), and fields of the preset with other values; those below `small` or `full`
+                        at that scale only
+    base                the arm that all start from at small scale; at full scale their presets name a public model
+    measures, scoring   columns of our table (`MEASURES`), and how exports are scored (`jobs.studies.reproduction.scoring`)
+    claims              statements as the table shows them; `|` separates alternatives that are stated one by one, and
+                        a chain `a > b > c` states b < a, c < b. `*` is the mean recall at small scale, and at full scale
+                        every figure of retrieval, or also of classification (`over`). Others give the text, the weights
+                        of the sum, and its bounds (`Statement`)
+    changes             fields with other values in all arms
+    direct              what measures without training (`jobs.studies.reproduction.direct`)
+    notes, commands     for the reader
+
+`measures`, `scoring`, `claims` and `changes` may have a value for each scale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jobs.studies.reproduction import direct, scoring
+from jobs.studies.reproduction.experiment import (
+    SCALES,
+    Arm,
+    Experiment,
+    Measure,
+    Scale,
+    Statement,
+    Study,
+    above,
+    below,
+    between,
+    equal,
+)
+
+_TASKS = ("piqa", "hellaswag", "arc_easy", "arc_challenge", "openbookqa")
+_ELEVEN_TASKS = (*_TASKS, "mathqa", "winogrande", "sciq", "boolq", "swag", "logiqa")
+_TAU_MAX = ("0.8", "1", "1.2", "1.4", "1.6", "2")
+_RETRIEVAL = {
+    f"{title} {short}@1": f"{name}/{kind}_recall@1"
+    for title, name in (("Flickr30K", "flickr30k"), ("COCO", "coco"))
+    for short, kind in (("IR", "image"), ("TR", "text"))
+}
+_CLASSIFICATION = {"CIFAR-10": "cifar10/top@1", "CIFAR-100": "cifar100/top@1", "ImageNet": "imagenet/top@1"}
+
+
+def _score(name: str, title: str, key: str, factor: float = 1.0, digits: int = 2, is_exact: bool = False) -> Measure:
+    """Returns a measure that is one of the scores times a factor; NaN if the run lacks the score."""
+    return Measure(
+        name=name,
+        title=title,
+        value=lambda scores: factor * scores.get(key, math.nan),
+        digits=digits,
+        is_exact=is_exact,
+    )
+
+
+def _perplexity(name: str, title: str, key: str) -> Measure:
+    """Returns a measure that is exp of a score in nats."""
+    return Measure(name=name, title=title, value=lambda scores: math.exp(min(scores.get(key, math.nan), 700.0)))
+
+
+def _average(name: str = "average", at: str = "", tasks: Sequence[str] = _TASKS) -> Measure:
+    """Returns the measure of the mean accuracy over tasks, in %."""
+    return Measure(
+        name=name,
+        title=f"average{at}, %",
+        value=lambda scores: 100 * math.fsum(scores.get(f"{task}/acc{at}", math.nan) for task in tasks) / len(tasks),
+    )
+
+
+_UNIQUE = (
+    _score("tau_mean", "mean τ", "validation/tau_mean", digits=3),
+    _score("tau_std", "spread of τ", "validation/tau_std", digits=4),
+    _score("Spearman", "Spearman(τ, entropy)", "validation/tau_entropy_spearman"),
+    _score("noisy τ", "τ of noisy captions against others, %", "noisy_tau"),
+    _perplexity("perplexity", "perplexity", "validation/cross_entropy_tau"),
+    _perplexity("perplexity at 1", "perplexity at τ = 1", "validation/cross_entropy"),
+    _score("cross-entropy", "cross-entropy, nats", "validation/cross_entropy_tau", digits=4),
+    _average(),
+    _average("average at one", " at one"),
+    _score("LAMBADA", "LAMBADA ppl", "lambada/perplexity"),
+    _score("LAMBADA at one", "LAMBADA ppl at τ = 1", "lambada/perplexity at one"),
+    _score("WikiText", "WikiText ppl", "wikitext/word_perplexity"),
+    _score("WikiText at one", "WikiText ppl at τ = 1", "wikitext/word_perplexity at one"),
+    *(_perplexity(f"perplexity {n}/4", f"perplexity after {n}/4", f"cross_entropy_tau@{n}") for n in range(1, 5)),
+    *(_score(f"recall {n}/4", f"mean recall after {n}/4, %", f"mean_recall@{n}", 100.0) for n in range(1, 5)),
+    *(_average(f"average at {tau}", f" at tempnet:{tau}") for tau in _TAU_MAX),
+    *(
+        _score(f"{name} at {tau}", f"{title} at {tau}", f"wikitext/{key} at tempnet:{tau}", digits=3)
+        for name, title, key in (("bits a byte", "bits a byte", "bits_per_byte"), ("tau", "mean τ", "tau_mean"))
+        for tau in _TAU_MAX
+    ),
+    _score("mean recall", "mean recall, %", "test/mean_recall", 100.0),
+    *(_score(name, name, key, 100.0) for name, key in _RETRIEVAL.items()),
+    *(_score(name, f"{name} top-1", key, 100.0) for name, key in _CLASSIFICATION.items()),
+    _score("accuracy", "mean accuracy, %", "mean_accuracy", 100.0),
+    _score("millions", "millions", "parameters", 1e-6, is_exact=True),
+    _score("parameters", "counted", "parameters", digits=0, is_exact=True),
+    _score("formula", "formula", "formula", digits=0, is_exact=True),
+    *(_score(name, name, name, digits=3) for name in ("training", "generation")),
+    *(_score(f"{name}_speed", f"{name}, tokens/s", f"{name}_speed", digits=0) for name in ("training", "generation")),
+)
+MEASURES: dict[str, Measure] = {
+    **{measure.name: measure for measure in _UNIQUE},
+    "tau_mean of pairs": _score("tau_mean", "mean τ", "validation/tau_mean", digits=4),
+    "average of 11": _average(tasks=_ELEVEN_TASKS),
+    "accuracy of a cell": _score("accuracy", "accuracy, %", "validation/accuracy", 100.0),
+}
+"""Name of a measure in `experiments.yaml` → the measure."""
+
+_ALL = {"small": ["mean recall"], "full": [*_RETRIEVAL, *_CLASSIFICATION]}
+
+
+def _at(value: Any, scale: Scale) -> Any:
+    """Returns the value of a scale, of a value that may be the same at both."""
+    return value[scale] if isinstance(value, Mapping) and set(value) == set(SCALES) else value
+
+
+def _arms(entry: Mapping[str, Any], scale: Scale) -> list[Arm]:
+    arms = []
+    for name, fields in entry["arms"].items():
+        changes = {"preset": entry.get("preset", ""), "only": entry.get("only"), **fields}
+        changes |= {scale: changes.get(scale, {}) for scale in SCALES}
+        of_scale = {one: changes.pop(one) for one in SCALES}[scale]
+        preset, only, row = changes.pop("preset"), changes.pop("only"), changes.pop("row", "")
+        paper = tuple(changes.pop("paper", ()))
+        if only in (None, scale):
+            arms.append(Arm(name=name, preset=preset, row=row, paper=paper, changes={**changes, **of_scale}))
+    if arms and scale == "small" and "base" in entry:
+        changes = dict(entry["base"])
+        base = Arm(name=changes.pop("name"), preset=changes.pop("preset"), changes=changes)
+        return [base, *(dataclasses.replace(arm, after=base.name) for arm in arms)]
+    return arms
+
+
+def read_claim(claim: str | Mapping[str, Any], arms: Sequence[str], measures: Sequence[str]) -> Iterator[Statement]:
+    """Yields the statements of a claim.
+
+    Args:
+        claim: the text, or the text with its weights and bounds.
+        arms: names of the study's arms.
+        measures: names of the study's measures.
+
+    Raises:
+        ValueError: if the text has none of the known forms.
+    """
+    if not isinstance(claim, str):
+        weights = {(arm, name): float(one) for arm, row in claim["sum"].items() for name, one in row.items()}
+        yield Statement(text=claim["text"], weights=weights, low=float(claim.get("low", -math.inf)))
+        return
+    arm = f"({'|'.join(map(re.escape, sorted(arms, key=len, reverse=True)))})"
+    head, _, rest = claim.partition(": ")
+
+    def match(pattern: str, text: str = rest) -> re.Match[str] | None:
+        return re.fullmatch(pattern.replace("ARM", arm).replace("NUMBER", r"([\d.,]+)"), text)
+
+    if found := match(r"at its temperatures ([<>]) at τ = 1"):
+        name, _, own = head.partition(" of ")
+        one = next(f"{name} {at}" for at in ("at 1", "at one") if f"{name} {at}" in measures)
+        sign = -1.0 if found[1] == "<" else 1.0
+        yield Statement(text=claim, weights={(own, name): sign, (own, one): -sign}, low=0.0)
+    elif found := match(r"better at τ_max (.+) than at (.+)"):
+        sign = -1.0 if head == "bits a byte" else 1.0
+        for inside, outside in itertools.product(*(group.split(" | ") for group in found.groups())):
+            weights = {(arms[-1], f"{head} at {inside}"): sign, (arms[-1], f"{head} at {outside}"): -sign}
+            yield Statement(text=f"{head}: better at τ_max {inside} than at {outside}", weights=weights, low=0.0)
+    elif found := match(r"NUMBER parameters"):
+        count = int(found[1].replace(",", ""))
+        yield Statement(text=claim, weights={(head, "parameters"): 1.0}, low=count - 0.5, high=count + 0.5)
+    elif match(r"counted = .+"):
+        yield Statement(text=claim, weights={(head, "parameters"): 1.0, (head, "formula"): -1.0}, low=-0.5, high=0.5)
+    elif head == "mean over the tasks":
+        better, worse = rest.split(" > ")
+        ends = {f", {better}": 1.0, f", {worse}": -1.0}
+        signs = {name: sign for name in arms for end, sign in ends.items() if name.endswith(end)}
+        num_tasks = len(signs) / 2
+        yield Statement(
+            text=claim, weights={(name, "accuracy"): sign / num_tasks for name, sign in signs.items()}, low=0.0
+        )
+    elif found := match(r"ARM(?: > ARM){2,}"):
+        names = [one[0] for one in re.finditer(arm, rest)]
+        yield from (below(after, before, head) for before, after in itertools.pairwise(names))
+    elif found := match(r"NUMBER < ARM < NUMBER"):
+        yield between(found[2], head, float(found[1]), float(found[3]))
+    elif found := match(r"ARM = ARM ± NUMBER"):
+        yield equal(found[1], found[2], head, within=float(found[3]))
+    elif found := match(r"ARM ([<>]) (.+?)(?: − NUMBER)?"):
+        for name, other in itertools.product(head.split(" | "), found[3].split(" | ")):
+            if found[2] == "<":
+                yield below(found[1], other, name)
+            else:
+                yield above(found[1], other, name, by=-float(found[4]) if found[4] else 0.0)
+    else:
+        raise ValueError(f"experiments.yaml: no known form of a claim: {claim!r}")
+
+
+def _claims(entry: Mapping[str, Any], scale: Scale) -> list[str | Mapping[str, Any]]:
+    """Returns the claims of a scale, those about `*` for every measure."""
+    claims: list[Any] = _at(entry.get("claims", ()), scale)
+    over = _ALL[scale] if "over" in entry else _ALL[scale][: len(_RETRIEVAL)]
+    with_star = [claim for claim in claims if "*" in str(claim)]
+    read = [yaml.safe_load(yaml.safe_dump(with_star).replace("*", name)) for name in over if with_star]
+    return [*itertools.chain(*read), *(claim for claim in claims if claim not in with_star)]
+
+
+def _make_study(entry: Mapping[str, Any], scale: Scale) -> Study | None:
+    arms = _arms(entry, scale)
+    if not arms:
+        return None
+    names = [arm.name for arm in arms]
+    measures = tuple(MEASURES[name] for name in _at(entry["measures"], scale))
+    of_measures = [measure.name for measure in measures]
+    statements = [one for claim in _claims(entry, scale) for one in read_claim(claim, names, of_measures)]
+    scored = _at(entry.get("scoring"), scale)
+    ((kind, options),) = scored.items() if scored else ((None, {}),)
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    return Study(
+        title=entry["title"],
+        arms=tuple(arms),
+        measures=measures,
+        statements=tuple(statements),
+        columns=tuple(entry.get("columns", ())[: max(len(arm.paper) for arm in arms)]),
+        changes=_at(entry.get("changes", {}), scale),
+        scoring=getattr(scoring, kind)(**fields) if kind else None,
+        direct=getattr(direct, entry["direct"]) if "direct" in entry else None,
+        notes=(*entry.get("notes", ()), *entry.get("commands", ())),
+    )
+
+
+def _read() -> Iterator[Experiment]:
+    content = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+    kinds = content.pop("kinds")
+    for id, entry in content.items():
+        whole = [{**kinds.get(study.get("kind"), {}), **study} for study in entry.pop("studies")]
+        studies = {scale: [study for one in whole if (study := _make_study(one, scale))] for scale in SCALES}
+        yield Experiment(id=id, studies=studies, **entry)
+
+
+EXPERIMENTS: dict[str, Experiment] = {experiment.id: experiment for experiment in _read()}
+"""Id → experiment, in the order in which the help lists them."""
+
+ALIASES = {"T7": "T3", "T8": "T3", "T9": "T3", "F10": "F2", "F5-left": "F5"}
+"""Id of a table or figure → id of the experiment that it is a part of."""
+
+
+def find(name: str) -> Experiment:
+    """Returns the experiment with an id or alias, in upper or lower case.
+
+    Raises:
+        ValueError: naming the most similar ids, if the id is unknown.
+    """
+    ids = {id.lower(): id for id in (*EXPERIMENTS, *ALIASES)}
+    if name.lower() not in ids:
+        near = [ids[key] for key in difflib.get_close_matches(name.lower(), ids, n=3, cutoff=0.4)]
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(EXPERIMENTS)}"
+        raise ValueError(f"experiment {name!r} is unknown: {hint}")
+    id = ids[name.lower()]
+    return EXPERIMENTS[ALIASES.get(id, id)]

@@ -1,1 +1,0 @@
-"""The experiments, in modules by what is trained; `registry` lists all of them."""

@@ -1,0 +1,302 @@
+"""What an experiment found: the verdict on its claim, our table beside the paper's, and a figure.
+
+The rule by which a claim holds is the same for all experiments. A statement bounds a weighted sum of figures. The sum is
+formed seed by seed, so that what a seed does to all arms alike cancels out (as in a paired difference; the sum may also be
+a single figure or a difference of differences). The statement
+
+    holds                           if the 95 % interval of its mean over the seeds lies within the bound,
+    does not hold                   if the interval lies outside,
+    cannot be seen at this scale    otherwise, and if there is no interval (a single seed, no figures).
+
+A claim holds if all its statements do, and does not hold if one of them does not. Intervals are not widened for the
+number of statements: of 20 statements about equal arms, one is expected to be decided by chance.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import matplotlib
+
+from jobs.engine.description import markdown_table
+from jobs.studies.estimates import Estimate, estimate
+from jobs.studies.reproduction.experiment import Arm, Measure, Scores, Statement, Study
+from jobs.studies.reproduction.plan import Reproduction
+from jobs.studies.reproduction.scoring import History
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+Verdict = Literal["holds", "does not hold", "cannot be seen at this scale"]
+UNSEEN: Verdict = "cannot be seen at this scale"
+
+Replicates = Mapping[str, Mapping[str, Scores]]
+"""Arm → name of the replicate (its seed, and fold) → scores."""
+
+_MAX_NUM_PANELS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A statement with its estimate and verdict."""
+
+    statement: Statement
+    estimate: Estimate | None
+    """Estimate of the weighted sum; None if no seed has all of its figures."""
+    num_replicates: int
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyResult:
+    """A study with its figures and verdicts."""
+
+    study: Study
+    replicates: Replicates
+    judged: Sequence[Judged]
+    test_share: float
+
+    @classmethod
+    def of(cls, study: Study, replicates: Replicates, test_share: float = 0.0) -> StudyResult:
+        """Returns the result of a study with these figures."""
+        measures = {measure.name: measure for measure in study.measures}
+        judged = [judge(one, replicates, measures, test_share=test_share) for one in study.statements]
+        return cls(study=study, replicates=replicates, judged=judged, test_share=test_share)
+
+    def values(self, arm: Arm, measure: Measure) -> list[float]:
+        """Returns the values of a measure, for all replicates of an arm that have it."""
+        values = [measure.value(scores) for scores in self.replicates.get(arm.name, {}).values()]
+        return [value for value in values if math.isfinite(value)]
+
+    def estimate(self, arm: Arm, measure: Measure) -> Estimate | None:
+        """Returns the mean of a table cell with its interval."""
+        return summarize(self.values(arm, measure), test_share=self.test_share, is_exact=measure.is_exact)
+
+
+def summarize(values: Sequence[float], *, test_share: float = 0.0, is_exact: bool = False) -> Estimate | None:
+    """Returns the mean of figures with its interval, or None if there are no figures or one of them is not finite."""
+    if not values or not all(map(math.isfinite, values)):
+        return None
+    if is_exact and len(set(values)) == 1:
+        return Estimate(values[0], 0.0, math.nan)
+    return estimate(values, test_share)
+
+
+def judge(
+    statement: Statement, replicates: Replicates, measures: Mapping[str, Measure], *, test_share: float = 0.0
+) -> Judged:
+    """Judge a statement by the figures of the replicates that all its arms have."""
+    weights = statement.weights.items()
+    common = set.intersection(*(set(replicates.get(arm, {})) for (arm, _), _ in weights))
+    sums = [
+        math.fsum(weight * measures[measure].value(replicates[arm][name]) for (arm, measure), weight in weights)
+        for name in sorted(common)
+    ]
+    is_exact = all(measures[measure].is_exact for (_, measure), _ in weights)
+    total = summarize(sums, test_share=test_share, is_exact=is_exact)
+    verdict = judge_estimate(statement, total)
+    return Judged(statement=statement, estimate=total, num_replicates=len(sums), verdict=verdict)
+
+
+def judge_estimate(statement: Statement, total: Estimate | None) -> Verdict:
+    """Returns the verdict on a statement by the estimate of its weighted sum."""
+    if total is None or math.isnan(total.half_width):
+        return UNSEEN
+    lower, upper = total.mean - total.half_width, total.mean + total.half_width
+    if statement.low < lower and upper < statement.high:
+        return "holds"
+    return "does not hold" if upper <= statement.low or statement.high <= lower else UNSEEN
+
+
+def judge_claim(judged: Sequence[Judged], *, num_left_out: int = 0) -> Verdict:
+    """Returns the verdict on a claim by all its statements; those that were left out, and none at all, cannot be seen."""
+    verdicts = {statement.verdict for statement in judged} | ({UNSEEN} if num_left_out else set())
+    if "does not hold" in verdicts:
+        return "does not hold"
+    return "holds" if verdicts == {"holds"} else UNSEEN
+
+
+def verdict_of_claim(work: Reproduction, results: Sequence[StudyResult]) -> Verdict:
+    """Returns the verdict on the claim, from all its statements."""
+    return judge_claim([judged for result in results for judged in result.judged], num_left_out=work.num_left_out)
+
+
+def as_markdown(work: Reproduction, results: Sequence[StudyResult], failed: Mapping[str, str]) -> str:
+    """Returns the whole report in Markdown."""
+    config, experiment = work.config, work.experiment
+    seeds = "1 seed" if config.seeds == 1 else f"{config.seeds} seeds"
+    steps = f", {config.steps:,} steps a run" if config.steps else ""
+    lines = [
+        f"# {experiment.id}: {experiment.title} ({experiment.source})",
+        "",
+        f"Claim: {experiment.claim}. Scale: {config.scale}, {seeds}{steps}.",
+    ]
+    for result in results:
+        lines += ["", f"## {result.study.title}", "", _figures(result)]
+        if result.judged:
+            lines += ["", _statements(result)]
+        lines += ["", *result.study.notes] if result.study.notes else []
+    for name, reason in failed.items():
+        lines += ["", f"FAILED: {name}: {reason}"]
+    verdict = verdict_of_claim(work, results)
+    so_far = ", as far as the statements above go" if verdict == "holds" else ""
+    lines += ["", f"**The claim {verdict}{so_far}.**", ""]
+    if work.num_left_out:
+        lines += [f"{work.num_left_out} of its statements were left out by --arms.", ""]
+    lines += [
+        "± is half the 95 % interval by Student's t over the replicates (seeds, folds of a cross-validation). A statement "
+        "holds if the interval of its figure, formed replicate by replicate, lies within the bound, does not hold if it "
+        "lies outside, and cannot be seen otherwise; the claim holds if all statements do, and does not if one does not.",
+    ]
+    return "\n".join(lines)
+
+
+def _figures(result: StudyResult) -> str:
+    study = result.study
+    rows = [["setting", *(f"paper: {column}" for column in study.columns), *(one.title for one in study.measures)]]
+    for arm in study.arms:
+        row = arm.row or arm.name
+        title = arm.name if row == arm.name else f"{arm.name} (paper: {row})"
+        paper = ["" if math.isnan(value) else f"{value:g}" for value in arm.paper] or [""] * len(study.columns)
+        found = [(result.estimate(arm, measure), measure.digits) for measure in study.measures]
+        ours = [one.text(digits) if one else "–" for one, digits in found]
+        rows.append([title, *paper, *ours])
+    return markdown_table(rows)
+
+
+def _statements(result: StudyResult) -> str:
+    digits = {measure.name: measure.digits for measure in result.study.measures}
+    rows = [["statement", "found", "bound", "replicates", "verdict"]]
+    for judged in result.judged:
+        weights, low, high = judged.statement.weights, judged.statement.low, judged.statement.high
+        num_digits = max(digits[measure] for _, measure in weights)
+        total = judged.estimate.text(num_digits, "+" if len(weights) > 1 else "") if judged.estimate else "–"
+        bound = f"> {low:,.10g}" if high == math.inf else f"{low:,.10g} to {high:,.10g}"
+        rows.append([judged.statement.text, total, bound, str(judged.num_replicates), judged.verdict])
+    return markdown_table(rows)
+
+
+def as_content(work: Reproduction, results: Sequence[StudyResult]) -> dict[str, Any]:
+    """Returns the content of `results.json`: all figures of all runs, the paper's figures, statements and verdicts."""
+    return {
+        "configuration": dataclasses.asdict(work.config),
+        "experiment": {"id": work.experiment.id, "source": work.experiment.source, "claim": work.experiment.claim},
+        "verdict": verdict_of_claim(work, results),
+        "studies": [_study_content(work, result) for result in results],
+    }
+
+
+def _study_content(work: Reproduction, result: StudyResult) -> dict[str, Any]:
+    study = result.study
+    planned = next(planned for planned in work.studies if planned.study is study)
+    return {
+        "title": study.title,
+        "paper": {
+            "columns": study.columns,
+            "rows": {arm.row or arm.name: arm.paper for arm in study.arms if arm.paper},
+        },
+        "arms": [
+            {
+                "name": arm.name,
+                "paper_row": arm.row or arm.name,
+                "preset": arm.preset,
+                "changes": {**study.changes, **work.config.changes, **arm.changes},
+                "after": arm.after,
+                "runs": {run.replicate.name: run.name for run in planned.runs if run.arm.name == arm.name},
+                "figures": {
+                    measure.name: {
+                        "mean": one.mean,
+                        "half_width": one.half_width,
+                        "values": result.values(arm, measure),
+                    }
+                    for measure in study.measures
+                    if (one := result.estimate(arm, measure))
+                },
+            }
+            for arm in study.arms
+        ],
+        "statements": [
+            {
+                **{name: getattr(judged.statement, name) for name in ("text", "low", "high")},
+                **{name: getattr(judged.estimate, name, None) for name in ("mean", "half_width")},
+                "num_replicates": judged.num_replicates,
+                "verdict": judged.verdict,
+            }
+            for judged in result.judged
+        ],
+        "notes": study.notes,
+    }
+
+
+def as_png(results: Sequence[StudyResult]) -> bytes | None:
+    """Returns the content of a PNG file with the figure; None if there is nothing to draw."""
+    content, figure = io.BytesIO(), draw(results)
+    if figure is None:
+        return None
+    figure.savefig(content, format="png", dpi=110)
+    plt.close(figure)
+    return content.getvalue()
+
+
+def draw(results: Sequence[StudyResult]) -> Figure | None:
+    """Draws a row of panels for every study that has random measures; returns None if none has."""
+    drawn: list[tuple[StudyResult, list[Measure], float]] = []
+    for result in results:
+        study = result.study
+        measures = [
+            one for one in study.measures if not one.is_exact and any(result.values(arm, one) for arm in study.arms)
+        ]
+        if measures:
+            height = 4.0 if isinstance(study.scoring, History) else 1.2 + 0.32 * len(study.arms)
+            drawn.append((result, measures[:_MAX_NUM_PANELS], height))
+    if not drawn:
+        return None
+    heights = [height for _, _, height in drawn]
+    figure = plt.figure(figsize=(11, sum(heights)), layout="constrained")
+    rows = figure.subfigures(len(drawn), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for row, (result, measures, _) in zip(rows, drawn, strict=True):
+        row.suptitle(result.study.title)
+        if isinstance(result.study.scoring, History):
+            _draw_course(row.subplots(), result)
+            continue
+        for panel, measure in zip(row.subplots(1, len(measures), squeeze=False, sharey=True)[0], measures, strict=True):
+            _draw_measure(panel, result, measure)
+    return figure
+
+
+def _draw_measure(panel: Axes, result: StudyResult, measure: Measure) -> None:
+    """Draws every arm on its own line, from the top: seeds as points, mean and 95 % interval."""
+    names = [arm.name for arm in result.study.arms]
+    for height, arm in enumerate(result.study.arms):
+        values = result.values(arm, measure)
+        panel.plot(values, [height] * len(values), "o", color="tab:gray", alpha=0.5, markersize=4)
+        if estimate := result.estimate(arm, measure):
+            panel.errorbar(estimate.mean, height, xerr=estimate.half_width, fmt="D", color="tab:blue", capsize=3)
+    panel.set(xlabel=measure.title, yticks=range(len(names)), yticklabels=names)
+    panel.set_ylim(len(names) - 0.5, -0.5)
+    panel.xaxis.set_major_locator(MaxNLocator(5))
+    panel.grid(axis="x", alpha=0.3)
+
+
+def _draw_course(panel: Axes, result: StudyResult) -> None:
+    """Draws a line with intervals for every arm over the course of training."""
+    measures = result.study.measures
+    for arm in result.study.arms:
+        estimates = [result.estimate(arm, measure) for measure in measures]
+        points = [
+            ((number + 1) / len(measures), one.mean, one.half_width) for number, one in enumerate(estimates) if one
+        ]
+        shares, means, half_widths = zip(*points, strict=True) if points else ((), (), ())
+        panel.errorbar(shares, means, yerr=half_widths, marker="o", capsize=3, label=arm.name)
+    title = measures[-1].title.replace(f" after {len(measures)}/{len(measures)}", "")
+    panel.set(xlabel="share of the steps", ylabel=title)
+    panel.grid(alpha=0.3)
+    panel.legend()

@@ -1,0 +1,414 @@
+"""Running many training runs as the trials of one study, and what all studies end with: a table, files, an MLflow run.
+
+A trial is an ordinary run with its own directory, checkpoints and outcome. From these it is recognised when the job is
+started again: a finished trial is not repeated, and an interrupted one continues. A trial that fails, by an error or
+because its process was killed, is reported as failed and does not end the others. As many trials run at a time as fit into
+the cluster, each driven by a task of Ray; those that share a frozen base may instead train side by side, in one group of
+workers. Sweeps that search and end trials early run them with Ray Tune (`jobs.studies.sweeps`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import pyarrow.fs
+import ray
+
+from jobs.engine.cluster import check_resources
+from jobs.engine.command_line import FAILED, exit_interrupted, fail, show
+from jobs.engine.config import RunSection, TrackingSection, TrainingConfig
+from jobs.engine.console import clock
+from jobs.engine.failures import FatalTrainingError
+from jobs.engine.identity import flatten
+from jobs.engine.launch import claim_directory, train, train_group
+from jobs.engine.lease import Lease
+from jobs.engine.masking import masked
+from jobs.engine.preflight import Named
+from jobs.engine.recording import record_end
+from jobs.engine.task import Plan
+from jobs.engine.tracking import (
+    TrackedRun,
+    end_children,
+    finish_run,
+    mark_if_ended,
+    open_run,
+    origin_tags,
+    run_tags,
+    survive_outage,
+    where_to_browse,
+)
+from jobs.engine.worker import EarlyStopping
+from jobs.scoring.mlflow_models.run import record_models
+from pipelines.problems import TooManyProblemsError
+from pipelines.storage import exists, read_json, resolve
+
+DRIVER_CPUS = 0.01
+"""Logical CPUs of the process that drives a trial; the trial's workers have their own."""
+_SECONDS_OF_OUTAGE = 1800.0
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A training run to be made."""
+
+    config: TrainingConfig
+    after: str = ""
+    """Name of the trial from whose export this one starts; empty if there is none."""
+    keep_checkpoints: bool = True
+    """Whether to keep the checkpoints; False: they are deleted once the run has an outcome."""
+    early_stopping: EarlyStopping | None = None
+    """A rule that may end the run early; None: it runs to its end."""
+
+    @property
+    def name(self) -> str:
+        """Name of the run, unique within its storage."""
+        return self.config.run.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcomes:
+    """The outcomes of the trials."""
+
+    finished: Mapping[str, dict[str, Any]]
+    """Name of a finished trial → its outcome."""
+    failed: Mapping[str, str]
+    """Name of a failed trial → its error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results(Generic[Row]):
+    """The results of many runs."""
+
+    rows: Sequence[Row]
+    table: str
+    failed: Mapping[str, str]
+    """Name of a failed trial → its error."""
+    directory: str
+    tracking_uri: str
+    """URI of the MLflow store; empty if nothing was tracked."""
+    experiment_id: str
+    """MLflow's ID of the experiment; empty if nothing was tracked."""
+
+
+def run_command(
+    config: Named,
+    make: Callable[[Any], Any],
+    run: Callable[[Any], Results[Any]],
+    check: Callable[[Any], None],
+    *,
+    dry_run: bool,
+    files: str,
+) -> int:
+    """Make the plan, and either print it or run it and print the results; returns the exit status, 1 if a trial failed.
+
+    Exits with a message if the configuration is refused, and on Ctrl-C. `check` refuses what `run` refuses before it starts
+    Ray; `files` are the names of the files in the results directory to point the user to.
+    """
+    try:
+        work = make(config)
+        if dry_run:
+            show(work.describe())
+            check(work)
+            return 0
+        results = run(work)
+    except (ValueError, OSError, TooManyProblemsError) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        exit_interrupted(config.run.directory)
+    print(f"\n{results.table}\n\n  results   {results.directory} ({files})")
+    for name, reason in results.failed.items():
+        show(f"  FAILED    {name}: {reason}")
+    if results.tracking_uri:
+        print("\nTo look around, type:")
+        print(where_to_browse(results.tracking_uri, results.experiment_id))
+    return FAILED if results.failed else 0
+
+
+def open_parent(
+    config: Named,
+    tracking: TrackingSection,
+    *,
+    uri: str,
+    num_trials: int,
+    data_sets: Mapping[str, tuple[str, str, str]],
+) -> TrackedRun | None:
+    """Open the MLflow parent run of the trials, or find it again if they are continued; returns None if `uri` is empty.
+
+    The fields of the configuration become its parameters; `data_sets` is context → (name, digest, source URI).
+    """
+    if not uri:
+        return None
+    return open_run(
+        uri=uri,
+        experiment=tracking.experiment,
+        name=config.run.name,
+        directory=config.run.directory,
+        parameters={**flatten(config), "num_trials": num_trials},
+        tags=run_tags(config, tracking),
+        data_sets=data_sets,
+    )
+
+
+def run_trials(
+    trials: Sequence[Trial],
+    *,
+    directory: str,
+    parent: TrackedRun | None,
+    describe: Callable[[Mapping[str, Any]], str],
+    num_concurrent: int = 0,
+    data_cpus: float = 0.0,
+    num_side_by_side: int = 0,
+) -> Outcomes:
+    """Run or continue every trial that is not finished yet, and return the outcomes of all. Ray must be running.
+
+    Args:
+        trials: the trials; one that starts from another runs after it, and fails if that one fails.
+        directory: path or URI of the job, of which only one driver may run the trials.
+        parent: the MLflow parent run of the trials' runs. If it is ended, so are they.
+        describe: describes an outcome in a few words.
+        num_concurrent: maximum number of trials at a time; 0: as many as fit into the cluster.
+        data_cpus: logical CPUs that each trial uses to read data.
+        num_side_by_side: number of trials whose networks train side by side on one base, for trials for which
+            `jobs.tasks.side_by_side.can_share_base` holds; 0: every trial runs by itself.
+
+    Raises:
+        ValueError: if the cluster cannot run so many trials at a time, if a trial's directory holds another
+            configuration, or if another driver is running these trials.
+    """
+    finished: dict[str, dict[str, Any]] = {}
+    failed: dict[str, str] = {}
+    with Lease(directory), mark_if_ended(parent):
+        waiting = []
+        for trial in trials:
+            if (outcome := claim_directory(trial.config)) is None:
+                waiting.append(trial)
+            else:
+                finished[trial.name] = outcome
+                record_end(trial.config, outcome, record_models)
+        num_before, started = len(finished), time.monotonic()
+        print(f"trials finished before: {num_before}, in {directory}", flush=True)
+        parent_run_id = parent.run_id if parent else ""
+        for trial, reason in (
+            _run_side_by_side(waiting, parent_run_id, directory, num_side_by_side)
+            if num_side_by_side
+            else _run_tasks(waiting, parent_run_id, num_concurrent, data_cpus)
+        ):
+            if outcome := read_json(f"{trial.config.run.directory}/outcome.json"):
+                finished[trial.name] = outcome
+            else:
+                failed[trial.name] = reason
+            num_done = len(finished) + len(failed)
+            seconds_left = (time.monotonic() - started) / (num_done - num_before) * (len(trials) - num_done)
+            text = describe(outcome) if outcome else "FAILED"
+            print(f"{num_done / len(trials):4.0%}  {trial.name}  {text}  {clock(seconds_left)} left", flush=True)
+        record_failures(parent, failed)
+    return Outcomes(finished=finished, failed=failed)
+
+
+def record_failures(parent: TrackedRun | None, failed: Mapping[str, str]) -> None:
+    """Mark the MLflow runs of failed trials, which one whose process was killed could not do itself."""
+    if parent is not None and failed:
+        with survive_outage("the end of the trials that failed"):
+            end_children(parent, "FAILED")
+
+
+def _run_side_by_side(
+    trials: Sequence[Trial], parent_run_id: str, directory: str, num_at_once: int
+) -> Iterator[tuple[Trial, str]]:
+    """Run trials in groups, one group of workers after the other, and yield each trial with its error, if it has one."""
+    for start in range(0, len(trials), num_at_once):
+        group = trials[start : start + num_at_once]
+        print(f"{len(group)} networks train side by side on one base", flush=True)
+        try:
+            _, reasons = train_group(
+                [make_plan(trial.config) for trial in group],
+                directory=directory,
+                parent_run_id=parent_run_id,
+                with_progress=True,
+                origin=origin_tags(),
+                record_models=record_models,
+            )
+        except FatalTrainingError as error:
+            reasons = dict.fromkeys([trial.name for trial in group], error.cause)
+        for trial in group:
+            yield trial, reasons.get(trial.name, "")
+
+
+def _run_tasks(
+    trials: Sequence[Trial], parent_run_id: str, num_concurrent: int, data_cpus: float
+) -> Iterator[tuple[Trial, str]]:
+    """Run each trial in a task of Ray, and yield it with its error, if it has one, when it has ended."""
+    if not trials:
+        return
+    num_at_once = find_room(trials[0].config, data_cpus, num_concurrent)
+    run: Any = ray.remote(_run_trial)  # type: ignore[arg-type]  # Ray's annotations know no keywords
+    waiting, running = list(trials), dict[Any, Trial]()
+    unfinished = {trial.name for trial in trials}
+    while waiting or running:
+        ready = [trial for trial in waiting if trial.after not in unfinished]
+        for trial in ready[: num_at_once - len(running)]:
+            waiting.remove(trial)
+            ref = run.options(num_cpus=DRIVER_CPUS, max_retries=0).remote(
+                trial,
+                parent_run_id=parent_run_id,
+                directory=os.getcwd(),
+                shares_cores=min(num_at_once, len(trials)) > 1,
+                origin=origin_tags(),
+            )
+            running[ref] = trial
+        (ref,), _ = ray.wait(list(running))
+        trial, error = running.pop(ref), None
+        try:
+            ray.get(ref)
+        except Exception as raised:
+            error = raised
+        if exists(f"{trial.config.run.directory}/outcome.json"):
+            unfinished.remove(trial.name)
+        yield trial, describe_error(error)
+        if trial.name in unfinished:
+            for later in [later for later in waiting if later.after == trial.name]:
+                waiting.remove(later)
+                yield later, f"{trial.name}, the run that it starts from, failed"
+
+
+def _run_trial(
+    trial: Trial, *, parent_run_id: str, directory: str, shares_cores: bool, origin: Mapping[str, str]
+) -> None:
+    """Run one trial, in a process that is used for further trials; see :func:`run_trials`."""
+    if os.path.isdir(directory):
+        os.chdir(directory)
+    train(
+        make_plan_in_outage(trial.config),
+        parent_run_id=parent_run_id,
+        with_progress=False,
+        early_stopping=trial.early_stopping,
+        keep_checkpoints=trial.keep_checkpoints,
+        shares_cores=shares_cores,
+        origin=origin,
+        record_models=record_models,
+    )
+
+
+def find_room(config: TrainingConfig, data_cpus: float, num_concurrent: int) -> int:
+    """Returns `num_concurrent`, or if that is 0, as many trials as the cluster has room for; ValueError if it has not."""
+    workers = config.workers
+    check_resources(
+        num_workers=workers.max_workers,
+        cpus_per_worker=workers.cpus_per_worker,
+        use_gpu=workers.use_gpu,
+        data_cpus=data_cpus + DRIVER_CPUS,
+    )
+    total = ray.cluster_resources()
+    cpus_per_trial = workers.max_workers * workers.cpus_per_worker + data_cpus + DRIVER_CPUS
+    # Rounded, since sums such as .7 + .3 may exceed the CPUs that they use up entirely by an error in the last digit.
+    room = math.floor(round(total.get("CPU", 0) / cpus_per_trial, 6))
+    if workers.use_gpu:
+        room = min(room, int(total.get("GPU", 0) / workers.max_workers))
+    if num_concurrent > room:
+        raise ValueError(
+            f"num_concurrent = {num_concurrent} trials at a time, but the cluster has room for {room}: choose at most "
+            f"{room}, or 0 for as many as fit"
+        )
+    return num_concurrent or room
+
+
+def make_plan(config: TrainingConfig) -> Plan:
+    """Returns the plan of a run, from the module `plan` beside the one that defines its configuration."""
+    package = type(config).__module__.rpartition(".")[0]
+    plan: Plan = importlib.import_module(f"{package}.plan").make_plan(config)
+    return plan
+
+
+def make_plan_in_outage(config: TrainingConfig, seconds_between: float = 10.0) -> Plan:
+    """Returns the plan of a run; if MLflow does not answer, waits and tries again for half an hour, as runs do."""
+    deadline = time.monotonic() + _SECONDS_OF_OUTAGE
+    while True:
+        try:
+            return make_plan(config)
+        except ConnectionError as error:
+            if time.monotonic() > deadline:
+                raise
+            print(f"{config.run.name} waits for MLflow: {masked(str(error))}", flush=True)
+            time.sleep(seconds_between)
+
+
+def describe_error(error: Exception | None) -> str:
+    """Returns the last line of an error's text, which describes the original error."""
+    text = getattr(error, "cause", None) or error or "the process that drives the trial ended"
+    lines = str(text).strip().splitlines()
+    return masked(lines[-1]) if lines else "unknown"
+
+
+def prepare_once(plans: Iterable[Plan]) -> dict[str, tuple[str, str, str]]:
+    """Prepare the data that trials share, once for each distinct data configuration. Ray must be running.
+
+    Trials that prepared them at the same time would write the same files.
+
+    Returns:
+        context → (name, digest, source URI), for MLflow. The contexts of the second data configuration are `train-1`
+            and so on.
+    """
+    distinct: dict[str, Plan] = {}
+    for plan in plans:
+        data = {name: value for name, value in flatten(plan.config).items() if name.startswith("data.")}
+        distinct.setdefault(json.dumps(data, sort_keys=True), plan)
+    return {
+        f"{context}-{number}" if number else context: data_set
+        for number, plan in enumerate(distinct.values())
+        for context, data_set in plan.prepare().data_sets.items()
+    }
+
+
+def publish(
+    run: RunSection,
+    parent: TrackedRun | None,
+    *,
+    rows: Sequence[Row],
+    table: str,
+    content: Mapping[str, Any],
+    files: Mapping[str, str | bytes] | None = None,
+    metrics: Mapping[str, float],
+    tags: Mapping[str, str] | None = None,
+    failed: Mapping[str, str],
+) -> Results[Row]:
+    """Publish results in the run's directory and in MLflow, and return what to show to the user.
+
+    Writes `results.md` (the table), `results.json` (the content and the failed trials; NaN and infinity become null) and
+    `files` (name → content) into the run's directory. They and the metrics are also logged to the parent run, which is then
+    finished.
+    """
+    text = json.dumps(masked({**content, "failed": dict(failed)}))
+    finite = json.loads(text, parse_constant=lambda constant: None)
+    written: dict[str, str | bytes] = {
+        "results.md": table + "\n",
+        "results.json": json.dumps(finite, indent=1, ensure_ascii=False),
+        **(files or {}),
+    }
+    with tempfile.TemporaryDirectory() as local:
+        for name, data in written.items():
+            Path(local, name).write_bytes(data.encode() if isinstance(data, str) else data)
+        filesystem, path = resolve(run.directory)
+        pyarrow.fs.copy_files(local, path, destination_filesystem=filesystem)
+        if parent is not None:
+            with survive_outage("the results"):
+                status = "FAILED" if failed else "FINISHED"
+                finish_run(parent, status=status, artifacts=Path(local), metrics=metrics, tags=tags, note=table)
+    return Results(
+        rows=rows,
+        table=table,
+        failed=failed,
+        directory=run.directory,
+        tracking_uri=parent.uri if parent else "",
+        experiment_id=parent.experiment_id if parent else "",
+    )

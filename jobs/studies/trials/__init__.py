@@ -1,1 +1,0 @@
-"""Running many training runs as the trials of one experiment."""
