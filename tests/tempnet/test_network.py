@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tempnet import TempNet, TempNetConfig
+from tests.tempnet.formula import temperatures
 
 
 def num_parameters(config: TempNetConfig) -> int:
@@ -36,16 +37,7 @@ def test_forward_equals_the_formula(kind: str, shift: str) -> None:
         network.pool_weight.uniform_(0.5, 1.5)
         network.pool_bias.fill_(0.3)
     x = torch.randn(9, 40)
-    w1, b1 = network.transform[0].weight, network.transform[0].bias
-    offset = {"none": 0.0, "mean": x.double().sum(-1, keepdim=True) / 40, "max": x.double().sort(-1).values[:, -1:]}
-    shifted = x.double() - offset[shift]
-    unit = shifted / shifted.norm(dim=-1, keepdim=True)
-    v = 1 / (1 + torch.exp(-(unit @ w1.T + b1)))
-    w2 = network.projection
-    u = v @ w2.T if kind == "logits" else v @ (w2 / w2.norm(dim=0))
-    attention = torch.softmax(u / config.phi_init, -1) - 1 / 12
-    s = ((attention * network.pool_weight * u).sum(-1) - 0.3) / 2.0
-    expected = (config.tau_max - config.tau_min) * torch.sigmoid(s) + config.tau_min
+    expected = temperatures(network, x.double())
     torch.testing.assert_close(network(x), expected, rtol=1e-6, atol=1e-8)
 
 

@@ -216,9 +216,3 @@ def run(loss: ContrastiveLoss | UnimodalLoss, batch: Batch, gamma: float = 0.7) 
         output = loss(batch.image, batch.text, batch.ids, batch.image_ids, gamma=gamma)
     output["loss"].backward()
     return output
-
-
-def relative_error(value: Tensor | None, reference: Tensor | None) -> float:
-    assert value is not None
-    assert reference is not None
-    return ((value.double() - reference.double()).norm() / reference.double().norm().clamp(min=1e-12)).item()

@@ -31,9 +31,9 @@ from tests.tempnet.contrastive.dense import (
     make_dense,
     make_loss,
     make_unimodal_loss,
-    relative_error,
     run,
 )
+from tests.tempnet.formula import relative_error
 
 
 def errors(

@@ -24,12 +24,9 @@ from tempnet.softmax.fold import FoldCache, fold_pays
 from tempnet.softmax.linear import LinearLoss, NetworkLoss, linear_language_model_loss, side_by_side_losses
 from tempnet.softmax.reference import IGNORE_INDEX, language_model_loss, token_losses, token_slopes
 from tempnet.statistics import TokenValues
+from tests.tempnet.formula import relative_error, temperatures
 
 RHO = 0.4
-
-
-def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
-    return ((value.double() - reference).norm() / reference.norm().clamp(min=1e-12)).item()
 
 
 def compare(
@@ -361,22 +358,6 @@ def hidden_tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     targets = torch.randint(VOCABULARY, (NUM_TOKENS,), generator=generator)
     targets[3] = IGNORE_INDEX
     return hidden, weight, targets
-
-
-def temperatures(network: TempNet, logits: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """Compute the network's formula, written out."""
-    state = hidden.detach()
-    state = state / state.norm(dim=-1, keepdim=True) if network.config.normalize_input else state
-    product = state @ network.state_weight.T
-    if network.config.kind == "both":
-        x = logits.detach()
-        x = x - x.mean(-1, keepdim=True) if network.config.input_shift == "mean" else x
-        x = x / x.norm(dim=-1, keepdim=True) if network.config.normalize_input else x
-        product = product + x @ network.first_layer.weight.T
-    u = torch.sigmoid(product + network.first_layer.bias) @ network.projection.T
-    attention = torch.softmax(u / network.log_phi.exp(), dim=-1) - 1 / u.shape[-1]
-    score = ((attention * network.pool_weight * u).sum(-1) - network.pool_bias) / RHO
-    return (network.config.tau_max - network.config.tau_min) * torch.sigmoid(score) + network.config.tau_min
 
 
 HIDDEN_CASES = [

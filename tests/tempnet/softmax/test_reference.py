@@ -10,6 +10,7 @@ import torch
 from tempnet import TempNet, TempNetConfig, optimal_temperature
 from tempnet.softmax.config import LOSS_KINDS, TemperatureLossConfig
 from tempnet.softmax.reference import IGNORE_INDEX, language_model_loss, token_losses, token_slopes
+from tests.tempnet.formula import relative_error, temperatures
 
 VOCABULARY, NUM_TOKENS, RHO = 50, 24, 1.2
 
@@ -66,7 +67,7 @@ def test_loss_and_all_gradients_equal_autograd_on_the_formula(
         "one": lambda: torch.ones(NUM_TOKENS, dtype=torch.float64),
         "given": lambda: torch.full((NUM_TOKENS,), 0.7, dtype=torch.float64),
         "oracle": lambda: optimal_temperature(logits, RHO, tolerance=1e-13),
-        "tempnet": lambda: network_in_float64(reference_network, theirs, stop_gradient),
+        "tempnet": lambda: temperatures(reference_network, theirs),
     }[LOSS_KINDS[name].temperature]()
     expected = written_out(name, theirs, targets, reference_tau)
     expected.backward()
@@ -78,20 +79,6 @@ def test_loss_and_all_gradients_equal_autograd_on_the_formula(
         assert (gradient is not None) == uses_network
         if gradient is not None:
             assert relative_error(gradient, parameter.grad) < tolerance
-
-
-def network_in_float64(network: TempNet, logits: torch.Tensor, stop_gradient: bool) -> torch.Tensor:
-    """Compute TempNet's formula in float64 (the module casts its input to float32)."""
-    x = logits.detach() if stop_gradient else logits
-    x = x / x.norm(dim=-1, keepdim=True)
-    u = torch.sigmoid(x @ network.transform[0].weight.T + network.transform[0].bias) @ network.projection.T
-    attention = torch.softmax(u / torch.exp(network.log_phi), -1) - 1 / u.shape[-1]
-    s = ((attention * network.pool_weight * u).sum(-1) - network.pool_bias) / RHO
-    return (2.0 - 0.001) * torch.sigmoid(s) + 0.001
-
-
-def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
-    return ((value.double() - reference).norm() / reference.norm()).item()
 
 
 @pytest.mark.parametrize("name", list(LOSS_KINDS))
