@@ -1,14 +1,10 @@
 """Everything that the jobs use of Ray beyond its public interface; nothing else here imports a private name of Ray.
 
 Each part names the behaviour of Ray 2.60 that it works around; `tests/jobs/engine/test_ray_private.py` fails as soon as a
-part is not needed any more. What does not exist publicly at all is imported here under its own name:
-
-* `DefaultFailurePolicy` and its decisions: Ray Train has no public hook that says whether workers are restarted;
-* `ScalingPolicy` and its decisions: the public elastic `ScalingConfig(num_workers=(min, max))` counts what an autoscaler
-  grants, leaves no CPUs for reading data, and may choose a number of workers that does not divide the batch;
-* errors: they tell a worker that died from one that raised, and a group that found no room.
-
-torch is not imported here, because that would double the start of Ray Train's cleaner.
+part is not needed any more. Policies and their errors do not exist publicly at all: Ray Train has no hook that says whether
+workers are restarted, and its elastic `ScalingConfig(num_workers=(min, max))` counts what an autoscaler grants, leaves no
+CPUs for reading data, and may choose a number that does not divide the batch. torch is not imported here, because that
+would double the start of Ray Train's cleaner.
 """
 
 from __future__ import annotations
@@ -45,8 +41,6 @@ from ray.train.v2._internal.execution.scaling_policy import ScalingPolicy as Sca
 from ray.util.state.exception import RayStateApiException
 
 from pipelines.storage import resolve
-
-# Ray Train's controller.
 
 
 def set_policies(

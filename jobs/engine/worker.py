@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -267,13 +266,10 @@ def _context_here(job: WorkerJob, config: TrainingConfig, report: Report | None)
 
     logging.set_verbosity_error()  # what libraries say would be mixed with the bar
     logging.disable_progress_bar()
-
     if not dist.is_initialized():
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # DeepSpeed reads them
         backend = "nccl" if config.workers.use_gpu else "gloo"
-        # A store in a file, so that nothing listens on a port.
-        store = dist.FileStore(tempfile.mktemp(prefix="tempnet-rendezvous-"), 1)
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # which listens on no port
     return WorkerContext(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
