@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import GenerationMode
 
@@ -142,16 +141,12 @@ def generate(base: PreTrainedModel, tempnet: TempNet, *, fold: CachedFold | None
         overridden = given is None and name != "top_k"
         if overridden or getattr(config, name) is None:
             setattr(config, name, value)
-    # generate() will apply the same defaults; they are applied here so that the settings that are checked are those
-    # used.
-    config.update(**base.generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
-    rest = config.update(**options)
-    check_generation(config, rest.get("assistant_model"))
-    check_prompts(base, rest.get("input_ids"), rest.get("attention_mask"), config.max_new_tokens)
+    options["generation_config"] = config
+    check_call(base, None, options)
     with attach(base, tempnet, fold) as attached:
         processor = attached.processor()
-        processors = [*rest.pop("logits_processor", []), processor]
-        output = base.generate(generation_config=config, logits_processor=processors, **rest)  # type: ignore[operator]
+        options["logits_processor"] = [*options.get("logits_processor", []), processor]
+        output = base.generate(**options)  # type: ignore[operator]
     sequences = output if isinstance(output, Tensor) else output.sequences
     return Generation(sequences=sequences, temperatures=processor.temperatures)
 
@@ -211,20 +206,12 @@ class CachedFold:
         return cls(output_weight(base)[0], tempnet)
 
 
+@dataclass(slots=True, eq=False)
 class Attached:
-    """TempNet that is attached to a model by hooks and remembers the τ of the last position of the last forward pass.
+    """What :func:`attach` gives: the τ of the last position of the last forward pass."""
 
-    It is a context manager, which removes the hooks in the end. Inside the context `base.generate` refuses settings and
-    prompts that do not go with a TempNet, if its processor is among the logits processors of the call.
-    """
-
-    def __init__(self, base: PreTrainedModel, tempnet: TempNet) -> None:
-        self.base = base
-        self.tempnet = tempnet
-        self.last: Tensor | None = None
-        self.handles: list[RemovableHandle] = []
-        self._generate: Any = base.generate
-        self._replaced = vars(base).get("generate")
+    tempnet: TempNet
+    last: Tensor | None = None
 
     def processor(self) -> TemperatureLogitsProcessor:
         """Return a logits processor for one call of `generate()`."""
@@ -234,31 +221,18 @@ class Attached:
         assert self.last is not None, "nothing went through the model that the TempNet is attached to"
         return self.last
 
-    def _checked_generate(self, inputs: Tensor | None = None, *others: Any, **options: Any) -> Any:
-        processors = options.get("logits_processor") or []
-        if any(isinstance(one, TemperatureLogitsProcessor) for one in processors):
-            named = dict(zip(("generation_config", "logits_processor"), others, strict=False))
-            check_call(self.base, inputs, named | options)
-        return self._generate(inputs, *others, **options)
 
-    def __enter__(self) -> Attached:
-        self.base.generate = self._checked_generate  # type: ignore[assignment]
-        return self
+@contextmanager
+def attach(base: PreTrainedModel, tempnet: TempNet, fold: CachedFold | None = None) -> Iterator[Attached]:
+    """Context in which a TempNet is attached to a model by hooks: on the hidden state if τ can be computed from it, else on
+    the logits (and on the hidden state, if the network reads it).
 
-    def __exit__(self, *exception: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-        del self.base.generate
-        if self._replaced is not None:  # that of another TempNet that is attached to the model
-            self.base.generate = self._replaced
-
-
-def attach(base: PreTrainedModel, tempnet: TempNet, fold: CachedFold | None = None) -> Attached:
-    """Attach a TempNet to a model by hooks: on the hidden state if τ can be computed from it, else on the logits (and on the
-    hidden state, if the network reads it). A fold that was not built before is built here if possible."""
+    A fold that was not built before is built if possible. Inside the context `base.generate` refuses settings and prompts
+    that do not go with a TempNet, if its processor is among the logits processors of the call.
+    """
     if fold is None and can_fold(base, tempnet):
         fold = CachedFold(output_weight(base)[0], tempnet)
-    attached, hidden = Attached(base, tempnet), list[Tensor]()
+    attached, hidden = Attached(tempnet), list[Tensor]()
 
     def read_hidden(head: nn.Module, inputs: tuple[Any, ...]) -> None:
         hidden[:] = [inputs[0][:, -1]]
@@ -270,12 +244,30 @@ def attach(base: PreTrainedModel, tempnet: TempNet, fold: CachedFold | None = No
         logits = output.logits[:, -1, : tempnet.config.input_size]
         attached.last = tempnet(logits, hidden[0].to(logits.device) if hidden else None)
 
+    own: Any = base.generate
+    replaced = vars(base).get("generate")
+
+    def checked(inputs: Tensor | None = None, *others: Any, **options: Any) -> Any:
+        if any(isinstance(one, TemperatureLogitsProcessor) for one in options.get("logits_processor") or []):
+            named = dict(zip(("generation_config", "logits_processor"), others, strict=False))
+            check_call(base, inputs, named | options)
+        return own(inputs, *others, **options)
+
+    handles = []
     if fold is not None or tempnet.config.reads_state:
-        attached.handles.append(base.get_output_embeddings().register_forward_pre_hook(read_hidden))
+        handles.append(base.get_output_embeddings().register_forward_pre_hook(read_hidden))
     if fold is None:
         tempnet.eval()
-        attached.handles.append(base.register_forward_hook(read_logits))
-    return attached
+        handles.append(base.register_forward_hook(read_logits))
+    base.generate = checked  # type: ignore[assignment]
+    try:
+        yield attached
+    finally:
+        for handle in handles:
+            handle.remove()
+        del base.generate
+        if replaced is not None:  # that of another TempNet that is attached to the model
+            base.generate = replaced
 
 
 @contextmanager
