@@ -84,10 +84,6 @@ class CaptionNoise:
     """Probability p that a caption receives noise, in [0, 1]."""
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.share <= 1.0:
-            raise ValueError(f"caption_noise = {self.share:g} must lie in [0, 1]")
-
     def selects(self, pair: int) -> bool:
         """Return whether the caption of pair id `pair` receives noise."""
         return self.apply(RANDOM_WORD, pair)[1]

@@ -43,20 +43,6 @@ class AugmentationConfig:
     """Strength of the RandAugment operations, 0 … 10."""
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.min_scale <= self.max_scale <= 1.0:
-            raise ValueError(
-                f"min_scale = {self.min_scale:g} and max_scale = {self.max_scale:g} must satisfy "
-                "0 < min_scale ≤ max_scale ≤ 1"
-            )
-        if not 0.0 < self.min_ratio <= self.max_ratio:
-            raise ValueError(
-                f"min_ratio = {self.min_ratio:g} and max_ratio = {self.max_ratio:g} must satisfy "
-                "0 < min_ratio ≤ max_ratio"
-            )
-        if not 0.0 <= self.flip_probability <= 1.0:
-            raise ValueError(f"flip_probability = {self.flip_probability:g} must lie in [0, 1]")
-        if self.num_operations < 0:
-            raise ValueError(f"num_operations = {self.num_operations} must be at least 0")
         if not 0.0 <= self.magnitude <= MAX_MAGNITUDE:
             raise ValueError(f"magnitude = {self.magnitude:g} must lie in [0, {MAX_MAGNITUDE}]")
 

@@ -218,14 +218,3 @@ def test_the_share_and_its_halves_lie_within_binomial_bounds() -> None:
     assert set(replaced) == {0, 1, 2, 3}
     other = [CaptionNoise(share=share, seed=8).apply(caption, pair)[1] for pair in range(num_pairs)]
     assert other != [is_noisy for _, is_noisy in results]
-
-
-def test_without_noise_nothing_changes() -> None:
-    assert CaptionNoise().apply(" as  it is\t", 3) == (" as  it is\t", False)
-
-
-def test_impossible_options_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"num_text_tokens = 2 must exceed the 2 special tokens"):
-        CaptionEncoder(tokenizer=bert_like(), num_text_tokens=2)
-    with pytest.raises(ValueError, match=r"caption_noise = 1\.5 must lie in \[0, 1\]"):
-        CaptionNoise(share=1.5)

@@ -261,19 +261,3 @@ def test_rand_augment_is_a_function_of_the_generator_and_does_nothing_at_magnitu
     dot.putpixel((50, 50), (255, 255, 255))
     shifted = np.asarray(OPERATIONS["shift_x"](dot, 0.2))[..., 0] == 255
     assert np.argwhere(shifted).tolist() == [[50, 41]]
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"min_scale": 0.0},
-        {"min_scale": 0.9, "max_scale": 0.5},
-        {"min_ratio": 2.0},
-        {"flip_probability": 1.5},
-        {"num_operations": -1},
-        {"magnitude": 11.0},
-    ],
-)
-def test_impossible_augmentations_are_refused_by_name(values: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(values))):
-        AugmentationConfig(**values)

@@ -116,21 +116,6 @@ def test_positive_starts_are_uniform_in_their_range(strategy: Strategy) -> None:
     assert len(allowed) == 1 or chisquare([counts[offset] for offset in allowed]).pvalue > 0.001
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"num_anchors": 0}, "num_anchors = 0"),
-        ({"min_length": 9, "max_length": 8}, "max_length = 8 is below min_length = 9"),
-        ({"strategy": "near"}, "strategy = 'near'"),
-        ({"min_num_tokens": 1535}, r"min_num_tokens = 1535 is below \(num_anchors \+ 1\)·max_length = 1536"),
-        ({}, "document 8 has 2047 tokens, and spans need 2048"),
-    ],
-)
-def test_impossible_spans_are_refused_by_name(values: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        sample_spans(np.array([3000, 2047]), np.array([7, 8]), seed=0, epoch=0, config=SpanConfig(**values))
-
-
 # ---- documents as rows, and their spans as arrays --------------------------------------------------------------------
 
 SPECIAL = SpecialTokens(opening=(2,), closing=(3,), pad_id=0, mask_id=4, vocab_size=90_000)
