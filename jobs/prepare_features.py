@@ -54,12 +54,12 @@ def main(arguments: Sequence[str]) -> int:
 def _functions_for(config: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Sequence[Any]], str]:
     """Return what makes the plan of the training run, what stores its features, and how to train on these."""
     if isinstance(config, ClipConfig):
-        from jobs.scoring.features.embeddings import prepare_embeddings
+        from jobs.scoring.features import prepare_embeddings
         from jobs.tasks.dual_encoder import plan
 
         options = "--model.features --data.view central to the same options of jobs.train_clip"
         return plan.make_plan, prepare_embeddings, options
-    from jobs.scoring.features.hidden_states import prepare_hidden_states
+    from jobs.scoring.features import prepare_hidden_states
     from jobs.tasks.language_model.plan import make_plan
 
     return make_plan, prepare_hidden_states, "--model.features to the same options of jobs.train_lm"

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     config, dry_run = parse_preset(PRESETS, arguments, job="train_clip", purpose=(__doc__ or "").splitlines()[0])
     # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
     from jobs.engine.launch import print_where_to_look, run_command
-    from jobs.scoring.mlflow_models.run import record_models
+    from jobs.scoring.mlflow_models import record_models
     from jobs.tasks.dual_encoder.plan import make_plan
 
     outcome = run_command(config, make_plan, dry_run=dry_run, record_models=record_models)

@@ -47,7 +47,7 @@ from jobs.engine.tracking import (
     where_to_browse,
 )
 from jobs.engine.worker import EarlyStopping
-from jobs.scoring.mlflow_models.run import record_models
+from jobs.scoring.mlflow_models import record_models
 from pipelines.problems import TooManyProblemsError
 from pipelines.storage import exists, read_json, resolve
 

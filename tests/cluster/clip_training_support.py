@@ -17,7 +17,7 @@ from support import tiny_run
 
 from jobs.engine.config import OptimizerSection, TrackingSection, WorkersSection
 from jobs.engine.launch import train
-from jobs.scoring.mlflow_models.run import record_models
+from jobs.scoring.mlflow_models import record_models
 from jobs.tasks.dual_encoder.config import (
     ClipConfig,
     DualEncoderSection,

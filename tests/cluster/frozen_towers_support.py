@@ -11,7 +11,7 @@ from clip_support import SIDE, make_dual_encoder, make_pairs
 from image_archive_support import prepare
 
 from jobs.engine.config import OptimizerSection, RunSection, WorkersSection
-from jobs.scoring.features.embeddings import Towers, read_unit, units_of
+from jobs.scoring.features import Towers, read_pairs, units_of
 from jobs.scoring.units import UnitStore
 from jobs.tasks.dual_encoder.config import (
     ClipConfig,
@@ -75,7 +75,7 @@ def store(config: ClipConfig, pairs: ImageManifest, split: str) -> PairEmbedding
     model = Towers(config)
     source = replace(pair_source(config, pairs), caption_noise=caption_noise(config, split))
     for unit in units_of(embeddings):
-        for item in read_unit(source, unit):
+        for item in read_pairs(source, unit):
             UnitStore(embeddings.directory).write(model(item).files)
     embeddings.save(towers.digest)
     return embeddings

@@ -16,7 +16,7 @@ from jobs.engine.identity import flatten
 from jobs.engine.launch import train as run_plan
 from jobs.engine.metrics import metric_history
 from jobs.engine.tracking import TrackedRun
-from jobs.scoring.mlflow_models.run import record_models
+from jobs.scoring.mlflow_models import record_models
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.plan import make_plan
 from jobs.tasks.presets.language_models import PRESETS

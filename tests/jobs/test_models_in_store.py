@@ -28,8 +28,8 @@ from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, Encoder, caption
 from jobs.scoring.generation.records import RecordFile
 from jobs.scoring.language_models.config import EvaluateConfig
 from jobs.scoring.language_models.plan import _tempnets
-from jobs.scoring.sentence_encoders.cells import SentenceEncoderSpec
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
+from jobs.scoring.sentence_encoders.evaluate import SentenceEncoderSpec
 from jobs.studies.reproduction.scoring import read_stored_temperatures
 from jobs.tasks.presets.clip import PRESETS as CLIP_PRESETS
 from pipelines.local_copy import local_copy

@@ -29,6 +29,7 @@ from tempnet.network import TempNet
 INPUTS = Schema([ColSpec(DataType.string, "text")])
 EXAMPLES = ["The temperature of a softmax decides how sharply a model commits.", "People guess it."]
 _BATCH_SIZE = 16
+_TAU = ColSpec(DataType.double, "tau")
 
 
 class TextPredictor(Protocol):
@@ -47,13 +48,7 @@ class TextPredictor(Protocol):
 class TokenTemperatures:
     """Predicts with a language model: the tokens, the τ that predicts each, and the mean τ (NaN without tokens)."""
 
-    outputs = Schema(
-        [
-            ColSpec(DataType.double, "tau"),
-            ColSpec(Array(DataType.string), "tokens"),
-            ColSpec(Array(DataType.double), "token_tau"),
-        ]
-    )
+    outputs = Schema([_TAU, ColSpec(Array(DataType.string), "tokens"), ColSpec(Array(DataType.double), "token_tau")])
 
     def __init__(self, export: Path) -> None:
         config = PredictTemperaturesConfig(model=str(export), text="", batch_size=_BATCH_SIZE, with_entropy=False)
@@ -77,7 +72,7 @@ class TokenTemperatures:
 class CaptionTemperatures:
     """Predicts with a dual encoder: the τ of every caption, by the TempNet of its texts."""
 
-    outputs = Schema([ColSpec(DataType.double, "tau")])
+    outputs = Schema([_TAU])
 
     def __init__(self, export: Path) -> None:
         self._encoder = Encoder(DualEncoderSpec.read("export", str(export)), precision="fp32", batch_size=_BATCH_SIZE)
@@ -93,7 +88,7 @@ class CaptionTemperatures:
 class SentenceTemperatures:
     """Predicts with a sentence encoder: the τ of every text, which is cut to the tokens of a training span."""
 
-    outputs = Schema([ColSpec(DataType.double, "tau")])
+    outputs = Schema([_TAU])
 
     def __init__(self, export: Path) -> None:
         self._encoder = SentenceEncoder(load_tower(export, "text"))

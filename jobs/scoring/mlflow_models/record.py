@@ -53,13 +53,10 @@ def record_checkpoints(run: TrackedRun, directory: str) -> None:
 
 
 def record_export(run: TrackedRun, export: str, *, step: int, max_gib: float) -> None:
-    """Record a run's export as a model that predicts temperatures, replacing any that was recorded before.
+    """Record a run's export (a path or URI) as a model that predicts temperatures, replacing any recorded before.
 
-    Args:
-        run: the MLflow run.
-        export: directory or URI of the export. An export without a TempNet is not recorded.
-        step: training step after which the export was written.
-        max_gib: a larger export becomes an external model, to which only the TempNet is copied.
+    An export without a TempNet is not recorded. Of one that is larger than `max_gib` only the TempNet is copied, and the
+    model is an external one. `step` is the training step after which the export was written.
     """
     filesystem, path = resolve(export)
     sizes = {
@@ -84,29 +81,22 @@ def record_export(run: TrackedRun, export: str, *, step: int, max_gib: float) ->
             pyarrow.fs.copy_files(f"{path}/{name}", str(target), source_filesystem=filesystem)
         if is_external:
             model.save(str(to / MLMODEL_FILE_NAME))
-        else:
-            _save(model, Path(copy), to)
-
-
-def _save(model: Model, export: Path, to: Path) -> None:
-    """Write the model: the export, a signature and an input example; the installed `tempnet` has the code."""
-    kind = predictor_kind(export)
-    assert kind is not None
-    # These are only noise at the end of a run: a progress bar for every copy, and a log line for every check.
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    logging.getLogger("mlflow.pyfunc").setLevel(logging.WARNING)
-    mlflow.pyfunc.save_model(
-        to,
-        mlflow_model=model,
-        python_model=Path(__file__).with_name("model_code.py"),
-        artifacts={"export": str(export)},
-        pip_requirements=[
-            f"tempnet[pipeline]=={version('tempnet')}",
-            *(f"{name}=={version(name)}" for name in _PACKAGES),
-        ],
-        signature=ModelSignature(inputs=INPUTS, outputs=kind.outputs),
-        input_example=pd.DataFrame({"text": EXAMPLES}),
-    )
+            return
+        kind = predictor_kind(Path(copy))
+        assert kind is not None
+        # These are only noise at the end of a run: a progress bar for every copy, and a log line for every check.
+        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+        logging.getLogger("mlflow.pyfunc").setLevel(logging.WARNING)
+        packages = [f"tempnet[pipeline]=={version('tempnet')}", *(f"{name}=={version(name)}" for name in _PACKAGES)]
+        mlflow.pyfunc.save_model(
+            to,
+            mlflow_model=model,
+            python_model=Path(__file__).with_name("model_code.py"),
+            artifacts={"export": copy},
+            pip_requirements=packages,
+            signature=ModelSignature(inputs=INPUTS, outputs=kind.outputs),
+            input_example=pd.DataFrame({"text": EXAMPLES}),
+        )
 
 
 class RunModels:

@@ -63,14 +63,5 @@ class EvaluateSentencesConfig(EvaluationConfig):
 
     @property
     def present_tasks(self) -> tuple[str, ...]:
-        """The tasks to evaluate on.
-
-        Raises:
-            FileNotFoundError: if `data` is not a directory, or contains no task.
-        """
-        if not self.data:
-            return ()
-        try:
-            return self.tasks or present_tasks(self.data)
-        except (FileNotFoundError, ValueError) as error:
-            raise type(error)(f"data: {error}") from error
+        """The tasks to evaluate on; their directory must exist and contain some (FileNotFoundError)."""
+        return (self.tasks or present_tasks(self.data)) if self.data else ()

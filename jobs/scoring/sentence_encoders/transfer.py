@@ -66,13 +66,7 @@ def transfer_accuracy(parts: Mapping[str, Labelled], *, num_folds: int, num_inne
 
 
 def similarity_figures(first: np.ndarray, second: np.ndarray, scores: np.ndarray) -> dict[str, float]:
-    """Returns Spearman's and Pearson's correlation of the cosine similarities with the judgements.
-
-    Args:
-        first: (n, d) embeddings of the first sentences; they need not be normalised.
-        second: (n, d) embeddings of the second sentences.
-        scores: (n,) judgements.
-    """
+    """Returns Spearman's and Pearson's correlation of the cosines of embeddings (n, d) with the judgements (n,)."""
     norms = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
     cosines = (first * second).sum(1) / np.maximum(norms, 1e-12)
     return {"spearman": float(spearmanr(cosines, scores)[0]), "pearson": float(pearsonr(cosines, scores)[0])}
@@ -80,11 +74,11 @@ def similarity_figures(first: np.ndarray, second: np.ndarray, scores: np.ndarray
 
 def _chosen_within(data: Labelled, num_folds: int, seed: int) -> float:
     folds = _folds(data, num_folds, seed)
-    means = {
-        strength: float(np.mean([_accuracy(inside, outside, strength) for inside, outside in folds]))
-        for strength in INVERSE_STRENGTHS
-    }
-    return max(means, key=lambda strength: means[strength])  # among equal ones this takes the strongest regularisation
+
+    def mean(strength: float) -> float:
+        return float(np.mean([_accuracy(inside, outside, strength) for inside, outside in folds]))
+
+    return max(INVERSE_STRENGTHS, key=mean)  # among equal ones this takes the strongest regularisation
 
 
 def _folds(data: Labelled, num_folds: int, seed: int) -> list[tuple[Labelled, Labelled]]:

@@ -30,7 +30,7 @@ from jobs.engine.lease import RunIsTakenError
 from jobs.engine.preflight import find_outcome
 from jobs.engine.ray_private import reporting_checkpoints
 from jobs.engine.tracking import origin_tags
-from jobs.scoring.mlflow_models.run import record_models
+from jobs.scoring.mlflow_models import record_models
 from jobs.studies.sweeps.config import name_of, place_trial, with_values
 from jobs.studies.trials import DRIVER_CPUS, make_plan_in_outage
 

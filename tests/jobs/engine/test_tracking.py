@@ -39,7 +39,7 @@ from jobs.engine.tracking import (
     sqlite_file,
     survive_outage,
 )
-from jobs.scoring.mlflow_models.run import record_models
+from jobs.scoring.mlflow_models import record_models
 from jobs.studies import trials
 from jobs.tasks.presets.language_models import PRESETS
 from pipelines.block_cache import open_locked

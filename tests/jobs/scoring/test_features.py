@@ -13,7 +13,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from jobs.engine.config import RunSection, WorkersSection
-from jobs.scoring.features.hidden_states import HiddenStates, read_unit, units_of
+from jobs.scoring.features import HiddenStates, read_blocks, units_of
 from jobs.scoring.units import UnitStore
 from jobs.tasks.language_model.base import refer_to_base
 from jobs.tasks.language_model.config import DataSection, LanguageModelConfig, ModelSection, TemperatureSection
@@ -80,7 +80,7 @@ def features(config: LanguageModelConfig) -> Iterator[Features]:
         Path(features.directory).mkdir(parents=True)
         model = HiddenStates(config)
         for unit in units_of(features):
-            for item in read_unit(features, unit):
+            for item in read_blocks(features, unit):
                 UnitStore(features.directory).write(model(item).files)
         features.save("digest")
         yield features
@@ -110,7 +110,7 @@ def test_a_base_that_is_spread_over_memory_and_disk_has_the_same_features(
     spread = HiddenStates(replace(config, model=replace(config.model, device_map=places)))  # type: ignore[arg-type]
     whole = HiddenStates(config)
     for unit in units_of(features):
-        for item in read_unit(features, unit):
+        for item in read_blocks(features, unit):
             assert spread(item).files == whole(item).files
 
 

@@ -13,9 +13,8 @@ from sklearn.model_selection import GridSearchCV, StratifiedKFold, cross_val_sco
 from transformers import AutoConfig, AutoModel
 
 from jobs.scoring.results import Column
-from jobs.scoring.sentence_encoders.cells import CellComputer, SentenceEncoderSpec, cells
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
-from jobs.scoring.sentence_encoders.evaluate import read_data, sentence_table
+from jobs.scoring.sentence_encoders.evaluate import CellComputer, SentenceEncoderSpec, cells, read_data, sentence_table
 from jobs.scoring.sentence_encoders.transfer import (
     INVERSE_STRENGTHS,
     Labelled,

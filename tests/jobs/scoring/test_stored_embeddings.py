@@ -23,9 +23,7 @@ from frozen_towers_support import (
 from safetensors.torch import load_file
 
 from jobs.engine.identity import fixed_values
-from jobs.scoring.features.embeddings import units_of
-from jobs.scoring.features.job import FeatureJob
-from jobs.scoring.units import Work
+from jobs.scoring.features import check_room, units_of
 from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.dual_encoder.data import pair_source
 from jobs.tasks.dual_encoder.features import find_embeddings, refer_to_towers
@@ -187,11 +185,8 @@ def test_a_disk_without_room_is_refused(config: ClipConfig, pairs: ImageManifest
     embeddings = Endless(
         directory=str(tmp_path / "endless"), pairs=pairs, embedding_size=12, image_size=16, num_text_tokens=40
     )
-    job = FeatureJob(
-        features=embeddings, units=units_of(embeddings), work=Work(model=lambda: print, title=str), save=lambda: None
-    )
     with pytest.raises(OSError, match=r"takes [\d.]+ GiB more, and its disk has [\d.]+ [GM]iB left: make room"):
-        job.run(config.workers)
+        check_room(str(tmp_path), units_of(embeddings))
 
 
 def test_what_they_cannot_stand_for_is_refused(config: ClipConfig) -> None:

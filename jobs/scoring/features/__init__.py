@@ -1,1 +1,0 @@
-"""Storing the hidden states of a frozen language model."""
