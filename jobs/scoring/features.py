@@ -191,12 +191,7 @@ class HiddenStates:
 
 
 def prepare_hidden_states(config: LanguageModelConfig) -> list[Features]:
-    """Store the hidden states of the training and the validation text of a run, and return both.
-
-    Raises:
-        ValueError: if the base is not frozen.
-        ValueError, OSError, ScoringFailedError: see :func:`store_features`.
-    """
+    """Store the hidden states of the training and the validation text of a run, and return both."""
     if not config.model.is_frozen:
         raise ValueError(
             "model.freeze must be True: the hidden states of a base that is trained change with every step"
@@ -257,12 +252,7 @@ class Towers:
 
 
 def prepare_embeddings(config: ClipConfig) -> list[PairEmbeddings]:
-    """Store the embeddings of the training and the validation pairs of a run, and return both.
-
-    Raises:
-        ValueError: if the towers are not frozen.
-        ValueError, OSError, ScoringFailedError: see :func:`store_features`.
-    """
+    """Store the embeddings of the training and the validation pairs of a run, and return both."""
     if not config.model.freeze:
         raise ValueError("model.freeze must be True: the embeddings of towers that are trained change with every step")
     config = resolve_paths(config)

@@ -162,9 +162,6 @@ def group_pairs(ids: np.ndarray, numbers: np.ndarray, noise: CaptionNoise) -> Gr
         ids: ids (n,) of the pairs.
         numbers: label (n,) of the pairs, NaN where there is none.
         noise: the noise that the captions got.
-
-    Raises:
-        ValueError: if a group has fewer than two pairs.
     """
     is_noisy = np.array([noise.selects(int(pair)) for pair in ids], dtype=bool)
     is_frequent = numbers > np.nanmedian(numbers)

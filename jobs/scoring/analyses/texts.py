@@ -66,12 +66,7 @@ class Records:
 
 
 def read_subjectivity(data: str, by: Literal["question", "answer"]) -> Records:
-    """Read SubjQA: the text of a record is the question and the answer's span; groups go from objective to subjective.
-
-    Raises:
-        FileNotFoundError: if there is no CSV file.
-        ValueError: naming the file, if it is no CSV of SubjQA, or if no record is left.
-    """
+    """Read SubjQA: the text of a record is the question and the answer's span; groups go from objective to subjective."""
     records: list[tuple[str, str]] = []
     left_out: Counter[str] = Counter()
     names = ("question", "human_ans_spans", _LEVELS[by])
@@ -91,12 +86,7 @@ def read_subjectivity(data: str, by: Literal["question", "answer"]) -> Records:
 
 
 def read_instructions(data: str, num_verbs: int) -> Records:
-    """Read Alpaca's records: the text is instruction, input and output, the group the verb that the instruction begins with.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it holds no list of such records, or no record is left.
-    """
+    """Read Alpaca's records: a text is instruction, input and output, its group the verb that the instruction begins with."""
     try:
         entries = json.loads(read_bytes(data))
     except (ValueError, RecursionError) as error:

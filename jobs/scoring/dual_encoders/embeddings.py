@@ -144,11 +144,7 @@ class _UnitEncoder:
         self._encoder = LoadedModel[DualEncoderSpec, Encoder](lambda spec: Encoder(spec, **options))
 
     def __call__(self, decoded: tuple[EncodingUnit, np.ndarray, np.ndarray, list[str]]) -> Finished:
-        """Encode a unit, given with its images (n, S, S, 3), the numbers of images or texts (n,), and the problems.
-
-        Raises:
-            ValueError: if embeddings are not finite: nothing can be said of the model then.
-        """
+        """Encode a unit, given with its images (n, S, S, 3), the numbers of images or texts (n,), and the problems."""
         unit, images, numbers, problems = decoded
         encoder = self._encoder.get(unit.model)
         rows = encoder.images(images) if unit.modality == "image" else encoder.texts(unit.texts)

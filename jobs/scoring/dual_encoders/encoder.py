@@ -118,11 +118,7 @@ class Encoder:
 
 
 def caption_encoder(spec: DualEncoderSpec, *, field: str = "models") -> CaptionEncoder:
-    """Returns a caption encoder with the model's tokenizer and number of tokens per text.
-
-    Raises:
-        ValueError: naming the field, if the model has no tokenizer, or the tokenizer has more tokens than the model.
-    """
+    """Returns a caption encoder with the model's tokenizer and number of tokens per text."""
     try:
         tokenizer = load_tokenizer(spec.tokenizer, needs_eos=False)
     except ValueError as error:
@@ -135,12 +131,7 @@ def caption_encoder(spec: DualEncoderSpec, *, field: str = "models") -> CaptionE
 
 
 def resolve_pairs(config: PredictPairTemperaturesConfig | Headroom) -> tuple[PrepareImagesConfig, DualEncoderSpec]:
-    """Returns how the pairs of a configuration are prepared, and its model.
-
-    Raises:
-        FileNotFoundError, OSError: if images, captions or the model are missing.
-        ValueError: naming the field, if they are not understood.
-    """
+    """Returns how the pairs of a configuration are prepared, and its model."""
     images = PrepareImagesConfig(
         source=absolute_path(config.images),
         captions=absolute_path(config.captions),

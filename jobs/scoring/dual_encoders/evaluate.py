@@ -89,10 +89,6 @@ def retrieval_sets(config: EvaluateClipConfig, tokenizer: PreTrainedTokenizerFas
     Args:
         config: the configuration of the evaluation.
         tokenizer: any tokenizer. A source of pairs requires one, but only images are read from it.
-
-    Raises:
-        ValueError, OSError: if the images or captions are invalid or missing.
-        TooManyProblemsError: if too large a share of a set is unreadable.
     """
     sources = retrieval_sources(config)
     for source in sources.values():
@@ -119,11 +115,7 @@ def _retrieval_figures(owners: Tensor, num_unreadable: int, image: Embeddings, t
 
 
 def zero_shot_set(config: EvaluateClipConfig, name: str, uri: str) -> DataSet:
-    """Read a zero-shot set.
-
-    Raises:
-        ValueError, OSError: if the images, the templates or the class names are invalid or missing.
-    """
+    """Read a zero-shot set."""
     folders = ClassFolders.read(uri)
     templates = read_templates(config.template_set(name))
     class_names = read_class_names(named_values("class_names", config.class_names).get(name, ""), folders.folders)
@@ -140,11 +132,7 @@ def zero_shot_set(config: EvaluateClipConfig, name: str, uri: str) -> DataSet:
 def _zero_shot_figures(
     folders: ClassFolders, max_bad_share: float, image: Embeddings, text: Embeddings
 ) -> dict[str, float]:
-    """Returns the accuracies.
-
-    Raises:
-        TooManyProblemsError: if too many images were unreadable.
-    """
+    """Returns the accuracies."""
     num_unreadable = len(image.problems)
     reading = _Reading(
         path=folders.source,

@@ -159,11 +159,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def read_templates(name: str) -> tuple[str, ...]:
-    """Returns the templates of a shipped set, or of a file with one per line; `{}` stands for the class name.
-
-    Raises:
-        ValueError: naming the unknown set, the unreadable or empty file, or the template without `{}`.
-    """
+    """Returns the templates of a shipped set, or of a file with one per line; `{}` stands for the class name."""
     path = _HERE / f"templates_{name}.txt" if name in _TEMPLATES else None
     lines = [line.strip() for line in lines_of(_text(name, path, "templates", _TEMPLATES))]
     templates = tuple(line for line in lines if line)
@@ -182,9 +178,6 @@ def read_class_names(source: str, folders: Sequence[str]) -> tuple[str, ...]:
         source: a JSON file with an object of folder → class name, or the name of a shipped list, in which folder i is
             the i-th name from 0. Empty: the folders' own names, with spaces for underscores.
         folders: names of the folders.
-
-    Raises:
-        ValueError: naming the file that cannot be used, or a folder without a class name.
     """
     if not source:
         return tuple(folder.replace("_", " ") for folder in folders)

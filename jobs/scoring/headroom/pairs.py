@@ -226,12 +226,7 @@ class PairMeasurement:
 
     @classmethod
     def resolve(cls, config: Headroom) -> PairMeasurement:
-        """Check a configuration.
-
-        Raises:
-            FileNotFoundError, OSError: if images, captions or the model are missing.
-            ValueError: naming the field, if they do not fit together or the model is none of images and texts.
-        """
+        """Check a configuration."""
         images, model = resolve_pairs(config)
         with naming_field("model: "):
             own_tau = load_training_temperature(local_copy(model.path))
@@ -262,13 +257,7 @@ class PairMeasurement:
         return ""
 
     def measure(self, output: str) -> list[Question]:
-        """Encode and measure what is missing in `output`, and return a question for each direction.
-
-        Raises:
-            ValueError: if there are fewer images than folds.
-            ScoringFailedError: naming everything that failed; what was finished is kept.
-            TooManyProblemsError: if too many samples are unreadable.
-        """
+        """Encode and measure what is missing in `output`, and return a question for each direction."""
         start_ray()
         check_pool(self.config.workers, reads=True)  # before the images are prepared
         embedded = self._encode(output)

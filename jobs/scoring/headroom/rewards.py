@@ -85,11 +85,7 @@ def measure_reward_headroom(config: RewardHeadroom) -> dict[str, Any]:
 
 
 def plan_of(config: RewardHeadroom) -> RewardPlan:
-    """Return the plan of the texts, which is that of training on rewards with nothing held out.
-
-    Raises:
-        ValueError, OSError: see `make_plan`; or if there are fewer than four prompts.
-    """
+    """Return the plan of the texts, which is that of training on rewards with nothing held out."""
     names = (
         "model", "prompts", "verifier", "storage", "format", "reward", "max_new_tokens", "seed", "limit",
         "prompts_at_a_time", "chat", "dtype", "trust_remote_code", "workers",

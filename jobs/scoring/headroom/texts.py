@@ -61,12 +61,7 @@ class HeadroomSettings(TextSettings):
 
 
 def resolve_settings(config: Headroom) -> tuple[HeadroomSettings, list[Archive]]:
-    """Returns the settings and the archives of a configuration.
-
-    Raises:
-        FileNotFoundError, OSError: if the text or the model is missing.
-        ValueError: if they do not fit together, a field does not fit them, or there are fewer documents than folds.
-    """
+    """Returns the settings and the archives of a configuration."""
     with naming_field("text: "):
         archives = list_sources(config.text)
     with naming_field("model = "):

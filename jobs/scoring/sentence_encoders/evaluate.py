@@ -215,12 +215,7 @@ def mean_accuracy(column: Column) -> float | None:
 
 
 def read_data(config: EvaluateSentencesConfig) -> list[SentenceTask | Judgements]:
-    """Read all the data to evaluate on.
-
-    Raises:
-        FileNotFoundError, ValueError: naming the field and the file.
-        TooManyProblemsError: naming the data, the number of unreadable lines and the first problems.
-    """
+    """Read all the data to evaluate on."""
     field = "data"
     try:
         data: list[SentenceTask | Judgements] = [read_task(config.data, name) for name in config.present_tasks]
@@ -240,11 +235,7 @@ def read_data(config: EvaluateSentencesConfig) -> list[SentenceTask | Judgements
 
 
 def check_folds(task: SentenceTask, config: EvaluateSentencesConfig) -> None:
-    """Check that every class of the task has at least as many sentences as there are folds.
-
-    Raises:
-        ValueError: naming the field, the value and the number of sentences.
-    """
+    """Check that every class of the task has at least as many sentences as there are folds."""
     name, number = "num_inner_folds", config.num_inner_folds
     smallest = int(np.bincount(task.parts["train" if task.has_split else "all"].labels).min())
     if not task.has_split:

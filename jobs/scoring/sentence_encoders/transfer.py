@@ -46,9 +46,6 @@ def transfer_accuracy(parts: Mapping[str, Labelled], *, num_folds: int, num_inne
         num_folds: number of folds into which `all` is divided.
         num_inner_folds: number of folds used to choose the regularisation if there is no `dev`.
         seed: random seed of the folds.
-
-    Raises:
-        ValueError: if a class has fewer samples than there are folds.
     """
     if "all" not in parts:
         train = parts["train"]

@@ -54,11 +54,7 @@ def labelled_temperatures(table: pa.Table, source: str, label: str) -> Samples:
 
 
 def correlate(samples: Samples, label: str) -> dict[str, Interval]:
-    """Return Spearman's rank correlation of τ with the label, for images and for captions.
-
-    Raises:
-        ValueError: if fewer than 4 samples have the label.
-    """
+    """Return Spearman's rank correlation of τ with the label, for images and for captions."""
     with naming_field(f"label = {label}: "):
         return {noun: spearman_interval(*map(torch.from_numpy, values)) for noun, values in samples.items()}
 
@@ -98,9 +94,6 @@ def write_pair_page(
 
     Returns:
         Spearman's correlation of τ with the label, for images and for captions; empty without a label.
-
-    Raises:
-        ValueError: if fewer than 4 samples have the label.
     """
     table = read_table(output, ["id", "key", "caption", *MODALITIES])
     source = settings.prepare(output)

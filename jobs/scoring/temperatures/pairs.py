@@ -84,12 +84,7 @@ class PairPredictionSettings:
 
 
 def resolve_settings(config: PredictPairTemperaturesConfig) -> PairPredictionSettings:
-    """Returns the settings for a configuration.
-
-    Raises:
-        FileNotFoundError, OSError: if images, captions, the model or a TempNet are missing.
-        ValueError: if they do not fit together.
-    """
+    """Returns the settings for a configuration."""
     tempnet = config.tempnet or config.model
     with naming_field("tempnet = " if config.tempnet else "model = "):
         networks = load_pair_tempnets(local_copy(tempnet))

@@ -13,7 +13,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from jobs.engine.export import tempnet_digest
 from jobs.engine.fields import absolute_path
 from jobs.scoring.config import LanguageModelPool
 from jobs.scoring.temperatures.config import SUMMARY_FILE, PredictTemperaturesConfig
-from jobs.scoring.text_parts import Part, ReadArchive, map_archives, part_files, token_arrays, tokenise
+from jobs.scoring.text_parts import Part, map_archives, part_files, token_arrays, tokenise
 from jobs.scoring.text_sources import TextSettings, list_sources, read_in_batches, text_options
 from jobs.scoring.units import Finished, settings_digest, to_parquet
 from jobs.tasks.base import naming_field
@@ -72,12 +72,7 @@ class PredictionSettings(TextSettings):
 
 
 def resolve_settings(config: PredictTemperaturesConfig) -> tuple[PredictionSettings, list[Archive]]:
-    """Returns the settings and the archives of a configuration.
-
-    Raises:
-        FileNotFoundError, OSError: if the text, the model or the TempNet is missing.
-        ValueError: if they do not fit together, or a field does not fit them.
-    """
+    """Returns the settings and the archives of a configuration."""
     archives = list_sources(config.text)
     return model_settings(config), archives
 
@@ -213,53 +208,6 @@ class Predictor(TokenReader):
         return torch.stack([tau, -(log_probs.exp() * log_probs).sum(-1)])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Totals:
-    """Sums over the tokens of a group of documents."""
-
-    num_documents: int
-    num_tokens: int
-    tau: float
-    tau_squared: float
-    entropy: float | None
-    """Sum of the entropies, in nats; None if they were not predicted."""
-    bins: dict[int, int]
-    """Bin of τ → number of tokens, for NUM_BINS equal bins over the range of τ; empty bins are left out."""
-
-    @classmethod
-    def sum(cls, parts: Sequence[Totals]) -> Totals:
-        """Returns the sum of the totals of at least one part."""
-        bins = Counter[int]()
-        for part in parts:
-            bins.update(part.bins)
-        entropies = [part.entropy for part in parts if part.entropy is not None]
-        return cls(
-            num_documents=sum(part.num_documents for part in parts),
-            num_tokens=sum(part.num_tokens for part in parts),
-            tau=math.fsum(part.tau for part in parts),
-            tau_squared=math.fsum(part.tau_squared for part in parts),
-            entropy=math.fsum(entropies) if len(entropies) == len(parts) else None,
-            bins=bins,
-        )
-
-    def figures(self, tau_range: tuple[float, float]) -> dict[str, float | None]:
-        """Returns mean, standard deviation and quantiles of τ, and the mean entropy; without tokens they are None.
-
-        Quantiles are exact to within one bin, which is the range of τ / NUM_BINS.
-        """
-        if not (count := self.num_tokens):
-            return dict.fromkeys(["tau_mean", "tau_std", *QUANTILES, "entropy_mean"])
-        mean = self.tau / count
-        histogram = torch.zeros(NUM_BINS, dtype=torch.float64)
-        histogram[list(self.bins)] = torch.tensor(list(self.bins.values()), dtype=torch.float64)
-        return {
-            "tau_mean": mean,
-            "tau_std": math.sqrt(max(self.tau_squared / count - mean**2, 0.0)),
-            **{name: histogram_quantile(histogram, share, *tau_range) for name, share in QUANTILES.items()},
-            "entropy_mean": None if self.entropy is None else self.entropy / count,
-        }
-
-
 def table_schema(*, with_entropy: bool, per_token: bool) -> pa.Schema:
     """Returns the columns of a table, each with its unit and meaning; figures of a document without tokens are null."""
     columns: list[tuple[str, pa.DataType, str, str]] = [
@@ -287,8 +235,8 @@ def table_schema(*, with_entropy: bool, per_token: bool) -> pa.Schema:
     )
 
 
-def document_table(part: pa.Table, source: str, settings: PredictionSettings) -> tuple[pa.Table, Totals]:
-    """Returns the table of a predicted part (`key`, `token_ids`, `tau`, and optionally `entropy`), and its totals."""
+def part_table(part: pa.Table, source: str, settings: PredictionSettings) -> pa.Table:
+    """Returns the table of a predicted part (`key`, `token_ids`, `tau`, and optionally `entropy`), and its histogram."""
     taus = token_arrays(part["tau"])
     entropies = token_arrays(part["entropy"]) if settings.with_entropy else [None] * len(taus)
     rows = [
@@ -296,25 +244,13 @@ def document_table(part: pa.Table, source: str, settings: PredictionSettings) ->
         for key, tau, entropy in zip(part["key"].to_pylist(), taus, entropies, strict=True)
     ]
     schema = table_schema(with_entropy=settings.with_entropy, per_token=settings.per_token)
-    columns = {
-        name: part[name] if name in ("token_ids", "tau", "entropy") else [row[name] for row in rows]
-        for name in schema.names
-    }
-    tau = np.concatenate(taus).astype(np.float64)
+    lists = ("token_ids", "tau", "entropy")
+    columns = {name: part[name] if name in lists else [row[name] for row in rows] for name in schema.names}
     low, high = settings.tau_min, settings.tau_max
-    places = np.clip((tau - low) / (high - low) * NUM_BINS, 0, NUM_BINS - 1).astype(np.int64)
-    bins, counts = np.unique(places, return_counts=True)
-    totals = Totals(
-        num_documents=len(taus),
-        num_tokens=len(tau),
-        tau=float(tau.sum()),
-        tau_squared=float(np.square(tau).sum()),
-        entropy=math.fsum(values.sum(dtype=np.float64) for values in entropies if values is not None)
-        if settings.with_entropy
-        else None,
-        bins=dict(zip(bins.tolist(), counts.tolist(), strict=True)),
-    )
-    return pa.table(columns, schema=schema), totals
+    places = np.clip((np.concatenate(taus).astype(np.float64) - low) / (high - low) * NUM_BINS, 0, NUM_BINS - 1)
+    bins, counts = np.unique(places.astype(np.int64), return_counts=True)
+    histogram = {"bins": [*zip(bins.tolist(), counts.tolist(), strict=True)]}
+    return pa.table(columns, schema=schema).replace_schema_metadata({_TOTALS_KEY: json.dumps(histogram)})
 
 
 def _figures(tau: np.ndarray, entropy: np.ndarray | None) -> dict[str, float | int | None]:
@@ -332,17 +268,40 @@ def _figures(tau: np.ndarray, entropy: np.ndarray | None) -> dict[str, float | i
     return figures
 
 
-def encode_table(table: pa.Table, totals: Totals) -> bytes:
-    """Returns the content of a part's file, with its totals as metadata."""
-    values = asdict(totals) | {"bins": [list(item) for item in totals.bins.items()]}
-    return to_parquet(table.replace_schema_metadata({_TOTALS_KEY: json.dumps(values)}))
+def total_figures(output: str, files: Sequence[str], settings: PredictionSettings) -> dict[str, Any]:
+    """Returns number of documents and tokens of all parts, and mean, standard deviation and quantiles of τ, mean entropy.
 
+    Quantiles are exact to within one bin, which is the range of τ / NUM_BINS. Without tokens, all but the numbers are None.
+    """
+    names = ["num_tokens", "tau_mean", "tau_std", *(["entropy_mean"] if settings.with_entropy else [])]
+    histogram = torch.zeros(NUM_BINS, dtype=torch.float64)
+    parts = {name: [np.empty(0)] for name in names}
+    for file in files:
+        filesystem, path = resolve(f"{output}/{file}")
+        table = pq.read_table(path, filesystem=filesystem, columns=names)
+        for place, count in json.loads(table.schema.metadata[_TOTALS_KEY])["bins"]:
+            histogram[place] += count
+        for name, values in parts.items():
+            values.append(table[name].to_numpy())
+    columns = {name: np.concatenate(values) for name, values in parts.items()}
+    weights = columns.pop("num_tokens")
+    numbers = {"num_documents": len(weights), "num_tokens": int(weights.sum())}
+    if not numbers["num_tokens"]:
+        return numbers | dict.fromkeys(["tau_mean", "tau_std", *QUANTILES, "entropy_mean"])
 
-def read_totals(output: str, file: str) -> Totals:
-    """Reads the totals of a part from the metadata of its file."""
-    filesystem, path = resolve(f"{output}/{file}")
-    values = json.loads(pq.read_schema(path, filesystem=filesystem).metadata[_TOTALS_KEY])
-    return Totals(**{**values, "bins": dict(values["bins"])})
+    def mean(values: np.ndarray) -> float:
+        return float(np.average(np.nan_to_num(values), weights=weights))
+
+    tau = mean(columns["tau_mean"])
+    variance = mean(columns["tau_std"] ** 2 + columns["tau_mean"] ** 2) - tau**2
+    tau_range = settings.tau_min, settings.tau_max
+    return {
+        **numbers,
+        "tau_mean": tau,
+        "tau_std": math.sqrt(max(variance, 0.0)),
+        **{name: histogram_quantile(histogram, share, *tau_range) for name, share in QUANTILES.items()},
+        "entropy_mean": mean(columns["entropy_mean"]) if settings.with_entropy else None,
+    }
 
 
 class _PartPredictor:
@@ -356,8 +315,10 @@ class _PartPredictor:
         table, floats = part.table, pa.list_(pa.float32())
         for name in ("tau", "entropy") if self._settings.with_entropy else ("tau",):
             table = table.append_column(name, pa.array([getattr(one, name) for one in predictions], floats))
-        documents, totals = document_table(table, part.source, self._settings)
-        return Finished(files={part.file: encode_table(documents, totals)}, num_cases=totals.num_tokens)
+        num_tokens = sum(len(one.tau) for one in predictions)
+        return Finished(
+            files={part.file: to_parquet(part_table(table, part.source, self._settings))}, num_cases=num_tokens
+        )
 
 
 def predict_archives(
@@ -376,31 +337,20 @@ def predict_archives(
     started = time.monotonic()
     model = partial(_PartPredictor, settings, workers.devices)
     read, outcome = map_archives(settings, archives, output, workers, model, max_bad_share=max_bad_share)
-    totals = Totals.sum([read_totals(output, file) for file in part_files(read)])
-    summary = _summary(settings, archives, read, totals)
-    write_json(f"{output}/{SUMMARY_FILE}", summary)
-    return summary | {"num_tokens_now": outcome.num_cases, "seconds_now": time.monotonic() - started}
-
-
-def _summary(
-    settings: PredictionSettings, archives: list[Archive], read: list[ReadArchive], totals: Totals
-) -> dict[str, Any]:
-    """Returns the content of `_summary.json`: totals, figures of τ over all tokens, problems by kind, and settings."""
-    record = settings.record(archives)
-    problems = Counter[str]()
+    record, problems = settings.record(archives), Counter[str]()
     for item in read:
         problems.update(item.entry.problems)
-    return {
+    summary = {
         "num_archives": len(archives),
         "num_parts": sum(item.num_parts for item in read),
-        "num_documents": totals.num_documents,
-        "num_tokens": totals.num_tokens,
-        **totals.figures((settings.tau_min, settings.tau_max)),
+        **total_figures(output, part_files(read), settings),
         "problems": problems,
         "examples": [example for item in read for example in item.entry.examples][:5],
         "settings_digest": settings_digest(record),
         "settings": record,
     }
+    write_json(f"{output}/{SUMMARY_FILE}", summary)
+    return summary | {"num_tokens_now": outcome.num_cases, "seconds_now": time.monotonic() - started}
 
 
 def on_worker(function: Callable[..., Any], workers: LanguageModelPool) -> Callable[..., Any]:
@@ -420,9 +370,6 @@ def first_documents(
     """Returns key → (tokens, τ, entropy) for the first documents.
 
     The last document is cut so that there are at most `num_tokens` tokens in all. `devices` are options of `Predictor`.
-
-    Raises:
-        ValueError: if there is no readable document, with the first problems.
     """
     tokenizer = load_tokenizer(settings.model)
     examples: list[str] = []

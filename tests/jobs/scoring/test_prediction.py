@@ -22,14 +22,12 @@ from jobs.scoring.temperatures.config import PredictTemperaturesConfig
 from jobs.scoring.temperatures.pages import distinct_rows
 from jobs.scoring.temperatures.texts import (
     Predictor,
-    Totals,
-    document_table,
-    encode_table,
-    read_totals,
+    part_table,
     resolve_settings,
+    total_figures,
 )
 from jobs.scoring.text_sources import list_sources
-from jobs.scoring.units import UnitStore, part_file
+from jobs.scoring.units import UnitStore, part_file, to_parquet
 from pipelines.text.tokenization import load_tokenizer
 from pipelines.text.windows import batches, windows_of
 from tempnet.inference import can_fold
@@ -123,7 +121,7 @@ def predicted_part(num_tokens: list[int]) -> pa.Table:
 def test_figures_of_a_table_are_those_of_its_lists(model: Path, text: Path, tmp_path: Path) -> None:
     settings, _ = resolve_settings(config_of(model, text, per_token=True))
     part = predicted_part([50, 1, 0, 333])
-    table, totals = document_table(part, "a.jsonl", settings)
+    table = part_table(part, "a.jsonl", settings)
     for row in table.to_pylist():
         assert len(row["token_ids"]) == len(row["tau"]) == len(row["entropy"]) == row["num_tokens"]
         if row["num_tokens"] == 0:
@@ -136,13 +134,15 @@ def test_figures_of_a_table_are_those_of_its_lists(model: Path, text: Path, tmp_
         assert row["entropy_mean"] == pytest.approx(np.mean(row["entropy"]))
         expected = spearmanr(row["tau"], row["entropy"]).statistic if row["num_tokens"] > 1 else 0.0
         assert row["tau_entropy_spearman"] == pytest.approx(expected)
-    UnitStore(str(tmp_path)).write({part_file(0, 0): encode_table(table, totals)})
-    assert [path.name for path in tmp_path.iterdir()] == ["part-00000-00000.parquet"]
-    assert read_totals(str(tmp_path), "part-00000-00000.parquet") == totals
+    files = [part_file(0, 0), part_file(0, 1)]
+    UnitStore(str(tmp_path)).write(dict.fromkeys(files, to_parquet(table)))
+    assert {path.name for path in tmp_path.iterdir()} == {"part-00000-00000.parquet", "part-00000-00001.parquet"}
     assert all(b"unit" in table.schema.field(name).metadata for name in table.schema.names)
 
     everything = np.concatenate(part["tau"].to_pylist())
-    figures = Totals.sum([totals, totals]).figures((settings.tau_min, settings.tau_max))
+    figures = total_figures(str(tmp_path), files, settings)
+    assert (figures["num_documents"], figures["num_tokens"]) == (8, 2 * len(everything))
+    assert figures["entropy_mean"] == pytest.approx(np.concatenate(part["entropy"].to_pylist()).mean())
     assert figures["tau_mean"] == pytest.approx(everything.mean())
     assert figures["tau_std"] == pytest.approx(everything.std(), rel=1e-6)
     for name in ("q05", "q25", "q50", "q75", "q95"):
