@@ -2,11 +2,10 @@
 
     .venv/bin/python -m benchmarks.serving [--batch-size 256] [--num-rounds 10]
 
-Times `BatchTemperatures.divide` on all rows for TempNets that read logits, hidden states (recovered from the logits) or
-both, in the shape of a model of 7 billion parameters; in the same rounds, the products of one of its 32 layers, 32 times
-which a step takes at least, and one softmax with a draw. A GPU is bound by the bytes that a step reads instead: those are
-computed, for three models, of weights in bfloat16 without key-value cache, beside TempNet's matrices and passes over
-float32 logits.
+Times `BatchTemperatures.divide` for TempNets that read logits, hidden states or both, in the shape of a model of 7 billion
+parameters; in the same rounds, the products of one of its 32 layers, 32 times which a step takes at least, and one softmax
+with a draw. A GPU is bound by the bytes that a step reads instead: those are computed, for three models, of weights in
+bfloat16, without key-value cache and with one of 512 tokens a sequence, beside TempNet's matrices and float32 logits.
 """
 
 from __future__ import annotations
@@ -18,16 +17,19 @@ from dataclasses import dataclass
 
 import torch
 import tyro
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.measure import print_setting, print_table, ratios, spread
 from jobs.studies.reproduction.direct import time_in_turn
 from tempnet import TempNet, TempNetConfig
 from tempnet.serving.batch import BatchTemperatures
-from tempnet.serving.hidden_from_logits import HiddenFromLogits
+from tempnet.serving.hidden_from_logits import HiddenFromLogits, spread_ids
 
-MODELS = {"7B": (6.7e9, 32_000, 4_096), "8B": (8.0e9, 128_256, 4_096), "70B": (70.6e9, 128_256, 8_192)}
-"""Name of a model → number of parameters, V and d."""
+MODELS = {
+    "7B": (6.7e9, 32_000, 4_096, 2**19), "8B": (8.0e9, 128_256, 4_096, 2**17), "70B": (70.6e9, 128_256, 8_192, 5 * 2**16),
+}  # fmt: skip
+"""Name of a model → number of parameters, V, d, and bytes of the key-value cache for a token."""
+_CACHED = 512  # tokens of a sequence
 _NUM_LAYERS, _WIDTH, _INNER = 32, 4_096, 11_008  # of the one of 7 billion
 KINDS = ("logits", "hidden", "both")
 
@@ -49,28 +51,30 @@ def make_config(kind: str, vocab_size: int, width: int) -> TempNetConfig:
 
 
 def bytes_of(kind: str, batch_size: int, vocab_size: int, width: int) -> tuple[int, int]:
-    """Return the bytes that a TempNet reads and writes for a step: those of hidden states from logits, and all of them."""
+    """Return the bytes that a step reads and writes for τ, and those that it takes to divide the logits."""
     config = make_config(kind, vocab_size, width)
-    first = config.hidden_size * vocab_size
-    recovering = 0 if kind == "logits" else first + 2 * width * width + 2 * width * batch_size
-    # Masked rows are looked for, the first layer reads, and the division reads and writes; the normalisation writes.
-    num_passes = 4 if kind == "hidden" else 6
-    rest = (first if config.reads_logits else 0) + config.hidden_size * config.num_prototypes
-    return 4 * recovering, 4 * (recovering + rest + num_passes * batch_size * vocab_size)
+    num_read = make_index(vocab_size, width).numel()
+    readers = width * (config.reads_state + config.reads_logits) + config.num_prototypes
+    matrices = 2 * width * num_read + 4 * config.hidden_size * readers
+    return matrices + 4 * batch_size * num_read, 2 * 4 * batch_size * vocab_size
+
+
+def make_index(vocab_size: int, width: int) -> Tensor:
+    """Return the ids of the logits that are read at least."""
+    return spread_ids(-(-5 * width // 4), vocab_size)
 
 
 def make_temperatures(kind: str, vocab_size: int, width: int, device: str) -> BatchTemperatures:
     """Return a processor whose matrices have the right shapes and random values, which takes no solving."""
-    network = TempNet(make_config(kind, vocab_size, width))
-    temperatures = BatchTemperatures(network, device)
-    if network.config.reads_state:
-        hidden: HiddenFromLogits = object.__new__(HiddenFromLogits)
-        hidden.tempnet, hidden.vocab_size, hidden.soft_cap, hidden.bias = network, vocab_size, None, None
-        hidden.matrix = torch.randn(network.config.hidden_size, vocab_size, device=device) / vocab_size
-        hidden.stride = max(1, vocab_size // (2 * width))
-        hidden.norm_matrix = torch.randn(width, -(-vocab_size // hidden.stride), device=device)
-        temperatures.hidden = hidden
-    return temperatures
+    network = TempNet(make_config(kind, vocab_size, width)).to(device)
+    hidden: HiddenFromLogits = object.__new__(HiddenFromLogits)
+    hidden.tempnet, hidden.vocab_size, hidden.soft_cap, hidden.bias = network, vocab_size, None, None
+    hidden.index, hidden.folds = make_index(vocab_size, width).to(device), network.config.reads_logits
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    hidden.matrix = (torch.randn(width, hidden.index.numel(), device=device) / width).to(dtype)
+    spectra = [None] * network.config.reads_state + [torch.rand(width, device=device)] * hidden.folds
+    hidden.readers = [(torch.randn(network.config.hidden_size, width, device=device), one) for one in spectra]
+    return BatchTemperatures(network, device, hidden)
 
 
 @torch.no_grad()
@@ -79,7 +83,7 @@ def main(arguments: Arguments) -> None:
     torch.set_num_threads(arguments.num_threads)
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    _, vocab_size, width = MODELS["7B"]
+    _, vocab_size, width, _ = MODELS["7B"]
     logits = torch.randn(arguments.batch_size, vocab_size, device=device)
     settings = torch.full((arguments.batch_size,), 2.0, device=device)
     sizes = [(_WIDTH, _WIDTH)] * 4 + [(_WIDTH, _INNER)] * 2 + [(_INNER, _WIDTH)]
@@ -101,16 +105,14 @@ def main(arguments: Arguments) -> None:
         for name, values in seconds.items()
     ]
     print_table([f"{device}, V {vocab_size}, d {width}", "ms", "% of the products of 32 layers"], rows)
-    rows = [
-        [
-            name,
-            kind,
-            *(f"{100 * one / (2 * num_parameters):.2f}" for one in bytes_of(kind, arguments.batch_size, *shape)),
-        ]
-        for name, (num_parameters, *shape) in MODELS.items()
-        for kind in KINDS
-    ]
-    print_table(["model", "kind", "% of its bytes: hidden states from logits", "all of the processor"], rows)
+    rows = []
+    for name, (num_parameters, *shape, cached) in MODELS.items():
+        for kind in KINDS:
+            of_tau, division = bytes_of(kind, arguments.batch_size, *shape)
+            weights, cache = 2 * num_parameters, arguments.batch_size * _CACHED * cached
+            shares = of_tau / weights, (of_tau + division) / weights, (of_tau + division) / (weights + cache)
+            rows.append([name, kind, *(f"{100 * one:.2f}" for one in shares)])
+    print_table(["model", "kind", "% of its weights: τ", "with the division", f"beside {_CACHED} cached tokens"], rows)
 
 
 if __name__ == "__main__":

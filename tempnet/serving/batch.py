@@ -1,48 +1,83 @@
-"""Divide the logits of some rows of a batch by the temperatures that a TempNet predicts for them.
+"""Divide the logits of a batch, each row as its request asks, by the temperatures that a TempNet predicts for them.
 
-Everything is computed on the device of the logits, in one pass over all rows, and nothing waits for the device.
+Everything is computed on the device of the logits, for all rows at once, and nothing waits for the device. Rows without a
+temperature are divided by 1, which changes nothing and is cheaper than to take the others out and put them back.
 
 Shapes: n rows, V effective vocabulary of the TempNet.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from tempnet.models.output_head import StoredBase
+from tempnet.loading import load_tempnet
 from tempnet.network import TempNet
-from tempnet.serving.hidden_from_logits import HiddenFromLogits
+from tempnet.serving.hidden_from_logits import HiddenFromLogits, load_output_layer
+
+_log = logging.getLogger("vllm.tempnet")  # vLLM shows what its own loggers say
 
 
 class BatchTemperatures:
     """Applies a TempNet to rows of a server's logits.
 
-    A row of which a logit is −∞ has been masked by the server already, so that the logits that its TempNet would
-    have to read are lost. Such rows keep their logits (τ = 1) and are counted in `num_masked`.
+    A row of which a logit that is read is −∞ has been masked by the server already. Such rows keep their logits (τ = 1)
+    and are counted in `num_masked`.
 
     Args:
         tempnet: the temperature network. It is put into eval mode and moved to the device.
         device: device of the logits.
-        output_layer: output layer of the served model, for a TempNet that reads its hidden states.
+        hidden: what computes τ by way of the hidden state; None for a TempNet that reads all logits itself.
 
     Raises:
-        ValueError: if the TempNet reads embeddings, or hidden states that the logits do not determine
-            (:class:`HiddenFromLogits`).
+        ValueError: if the TempNet reads embeddings.
     """
 
-    def __init__(self, tempnet: TempNet, device: torch.device | str, output_layer: StoredBase | None = None) -> None:
+    def __init__(self, tempnet: TempNet, device: torch.device | str, hidden: HiddenFromLogits | None = None) -> None:
         if tempnet.config.kind == "embeddings":
             raise ValueError("the TempNet reads embeddings, not the logits of a language model")
         self.tempnet = tempnet.eval().requires_grad_(False).to(device)
-        self.hidden = HiddenFromLogits(self.tempnet, output_layer) if output_layer is not None else None
+        self.hidden = hidden
         self.device = torch.device(device)
         self.vocab_size = tempnet.config.input_size
         self.num_masked = torch.zeros((), dtype=torch.int64, device=device)
         """Number of rows so far whose τ could not be predicted, on the device."""
+
+    @classmethod
+    def load(
+        cls,
+        source: str,
+        device: torch.device | str,
+        model: str,
+        *,
+        revision: str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> BatchTemperatures:
+        """Load the TempNet of a server and, of the model that it serves, the output layer (:func:`load_output_layer`).
+
+        A TempNet on logits alone reads all of them where they do not lead to the hidden state.
+
+        Raises:
+            OSError: if a file cannot be read.
+            ValueError: if the TempNet reads embeddings, or hidden states that the logits do not determine
+                (:class:`HiddenFromLogits`).
+        """
+        temperatures = cls(load_tempnet(source), device)
+        tempnet, reads = temperatures.tempnet, "all logits"
+        try:
+            layer = load_output_layer(model, revision=revision, dtype=dtype)
+            temperatures.hidden = HiddenFromLogits(tempnet, layer, device)
+            reads = f"hidden states from logits: {temperatures.hidden.figures}"
+        except Exception as error:  # the code of a served model may raise any
+            if tempnet.config.reads_state:
+                raise
+            _log.debug("%s reads all logits: %s", source, error)
+        _log.info("TempNet of kind %s from %s; %s", tempnet.config.kind, source, reads)
+        return temperatures
 
     @property
     def tau_max(self) -> float:
@@ -73,25 +108,24 @@ class BatchTemperatures:
         A positive setting is τ_max of predicted temperatures, a negative one −τ of a constant, and 0 is τ = 1. τ − τ₀ is
         proportional to τ_max − τ₀, so that one pass through the network serves every τ_max. A τ_max below τ₀ gives τ₀.
         """
-        raw = logits[:, : self.vocab_size]
-        low = self.tempnet.config.tau_min
-        predicted = self.tempnet(raw) if self.hidden is None else self.hidden.temperatures(raw)
+        raw, low = logits[:, : self.vocab_size], self.tempnet.config.tau_min
+        if self.hidden is None:
+            predicted = self.tempnet(raw).masked_fill(raw.amin(-1).isneginf(), math.nan)
+        else:
+            predicted = self.hidden.temperatures(raw)
+        is_predicted, masked = settings > 0.0, predicted.isnan()
+        self.num_masked += (masked & is_predicted).sum()
         tau = low + (predicted - low) * ((settings - low).clamp(min=0.0) / (self.tau_max - low))
-        is_predicted = settings > 0.0
-        masked = raw.amin(-1).isneginf() & is_predicted
-        self.num_masked += masked.sum()
         return torch.where(is_predicted & ~masked, tau, torch.where(settings < 0.0, -settings, 1.0))
 
     @torch.no_grad()
-    def divide(self, logits: Tensor, settings: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Divide logits by their τ in place, set those beyond V to −∞, and return them.
+    def divide(self, logits: Tensor, settings: Tensor) -> Tensor:
+        """Divide logits (n, V or more) by their τ in place, set those beyond V to −∞ where there is one, and return them.
 
         Args:
-            logits: (number of rows, V or more) raw logits of a batch.
-            settings: (n,) settings of the rows that are divided, as :meth:`predict` takes them.
-            rows: (n,) indices of those rows; None for all of them.
+            logits: (n, V or more) raw logits of a batch.
+            settings: (n,) settings of its rows, as :meth:`predict` takes them.
         """
-        part = logits if rows is None else logits.index_select(0, rows)
-        part /= self.predict(part, settings).to(part.dtype).unsqueeze(-1)
-        part[:, self.vocab_size :] = -math.inf
-        return logits if rows is None else logits.index_copy_(0, rows, part)
+        logits /= self.predict(logits, settings).to(logits.dtype).unsqueeze(-1)
+        logits[:, self.vocab_size :].masked_fill_((settings != 0.0).unsqueeze(-1), -math.inf)
+        return logits

@@ -40,20 +40,14 @@ constant."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTemperature:
-    """What one request asks for."""
+    """The arguments of one request, in the order of this module's docstring; None for those that it does not give."""
 
     is_on: bool | None
-    """Whether its tokens are to be sampled at predicted temperatures, or a constant; None if the request does not say."""
     tau_max: float | None
-    """τ_max of the request; None for the TempNet's own."""
-    tau: float | None = None
-    """Constant τ in the place of predicted ones."""
-    then: bool | float | None = None
-    """What follows later: predicted temperatures or none, or a constant τ; None: nothing changes."""
-    after: int | None = None
-    """Number of generated tokens after which `then` applies."""
-    at: int | str | None = None
-    """Id or text of the token after which `then` applies."""
+    tau: float | None
+    then: bool | float | None
+    after: int | None
+    at: int | str | None
 
     @property
     def is_ever_on(self) -> bool:

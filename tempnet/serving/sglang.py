@@ -20,9 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tempnet.loading import load_tempnet
 from tempnet.serving.batch import BatchTemperatures
-from tempnet.serving.hidden_from_logits import load_output_layer
 from tempnet.serving.settings import OFF, PATH_VARIABLE, THEN_ARGUMENT, RequestTemperature, network_path
 
 _log = logging.getLogger(__name__)
@@ -30,12 +28,9 @@ _log = logging.getLogger(__name__)
 
 @functools.lru_cache(maxsize=8)
 def _load(source: str, device: torch.device) -> BatchTemperatures:
-    tempnet, layer = load_tempnet(source), None
-    if tempnet.config.reads_state:
-        arguments = importlib.import_module("sglang.srt.runtime_context").get_server_args()
-        dtype = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
-        layer = load_output_layer(arguments.model_path, revision=arguments.revision, dtype=dtype)
-    return BatchTemperatures(tempnet, device, layer)
+    arguments = importlib.import_module("sglang.srt.runtime_context").get_server_args()
+    dtype = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+    return BatchTemperatures.load(source, device, arguments.model_path, revision=arguments.revision, dtype=dtype)
 
 
 class _Processor:
@@ -57,11 +52,7 @@ class _Processor:
         temperatures = _load(source, logits.device)
         temperatures.check_logits(logits.shape[-1])
         settings = [_setting(one, temperatures.tau_max) for one in custom_param_list or [None] * len(logits)]
-        on = [row for row, setting in enumerate(settings) if setting != OFF]
-        if not on:
-            return logits
-        rows = None if len(on) == len(logits) else temperatures.to_device(on, torch.int64)
-        return temperatures.divide(logits, temperatures.to_device([settings[row] for row in on]), rows=rows)
+        return temperatures.divide(logits, temperatures.to_device(settings))
 
 
 def _setting(arguments: Mapping[str, Any] | None, own_tau_max: float) -> float:

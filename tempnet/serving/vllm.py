@@ -28,9 +28,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from tempnet.loading import find_tempnet, load_tempnet
+from tempnet.loading import find_tempnet
 from tempnet.serving.batch import BatchTemperatures
-from tempnet.serving.hidden_from_logits import load_output_layer
 from tempnet.serving.settings import AT_ARGUMENT, OFF, PATH_VARIABLE, RequestTemperature, is_on_by_default, network_path
 
 # A request without temperatures, as a row of the slots: now, then, after, at of `_Row`.
@@ -99,44 +98,6 @@ class _Row:
         return True
 
 
-class _Requests:
-    """Decides which requests of a server are sampled at which temperatures."""
-
-    def __init__(self, own_tau_max: float, tokenizer: str | None) -> None:
-        self.own_tau_max = own_tau_max
-        self.is_on_by_default = is_on_by_default()
-        self.tokenizer = tokenizer
-
-    def row(self, parameters: Any) -> _Row | None:
-        """Return what a request asks for, or None for a request without temperatures.
-
-        An exception here would end the server, so what `validate_params` should have refused is served without them.
-        """
-        try:
-            asked = RequestTemperature.parse(getattr(parameters, "extra_args", None))
-            now, then = asked.settings(self.own_tau_max, is_on_by_default=self.is_on_by_default)
-            if now == then == OFF:
-                return None
-            check_sampling(parameters)
-            at = -1 if asked.at is None else self._token_id(asked.at)
-        except ValueError as error:
-            _log.warning("a request is sampled without a TempNet: %s", error)
-            return None
-        return _Row(now=now, then=then, after=_NEVER if asked.after is None else asked.after, at=at)
-
-    @functools.lru_cache(maxsize=64)  # noqa: B019 - there is one object for a server, as long as it runs
-    def _token_id(self, token: int | str) -> int:
-        if isinstance(token, int):
-            return token
-        try:
-            number = AutoTokenizer.from_pretrained(self.tokenizer, trust_remote_code=False).get_vocab()[token]
-        except Exception as error:  # a tokenizer's own code may raise any exception
-            raise ValueError(
-                f"{AT_ARGUMENT} = {token!r}: {self.tokenizer} has no such token: {error!r:.100}"
-            ) from error
-        return int(number)
-
-
 class _Processor:
     """Logits processor for both interfaces of vLLM; see the docstring of this module."""
 
@@ -152,9 +113,10 @@ class _Processor:
         self.temperatures = _load(vllm_config, device)
         if self.temperatures is None:
             return
-        self.requests = _Requests(self.temperatures.tau_max, getattr(vllm_config.model_config, "tokenizer", None))
+        self.is_on_by_default = is_on_by_default()
+        self.tokenizer = getattr(vllm_config.model_config, "tokenizer", None)
         self.rows: dict[int, _Row] = {}  # V1: of the rows with temperatures, now or later
-        self.row_tensors: tuple[Tensor, Tensor] | None = None
+        self.settings: Tensor | None = None
         if is_pin_memory is None:
             self.temperatures.check_logits(second.vocab_size)
             self.state = second
@@ -184,31 +146,49 @@ class _Processor:
         """
         if batch_update is None or self.temperatures is None:
             return
-        for index in batch_update.removed:
-            self.rows.pop(index, None)
+        rows: dict[int, _Row | None] = {**self.rows, **dict.fromkeys(batch_update.removed)}
         for index, parameters, _, tokens in batch_update.added:
-            row = self.requests.row(parameters)
-            if row is not None:
-                row.tokens = tokens
-            self._set_row(index, row)
-        for source, target, direction in batch_update.moved:
-            moved, replaced = self.rows.pop(source, None), self.rows.pop(target, None)
-            self._set_row(target, moved)
-            if direction.name == "SWAP":
-                self._set_row(source, replaced)
-        self.row_tensors = None
+            rows[index] = self._row(parameters, tokens)
+        for source, target, _ in batch_update.moved:  # a row that is not swapped moves to one that is free
+            rows[source], rows[target] = rows.get(target), rows.get(source)
+        self.rows = {index: row for index, row in rows.items() if row is not None}
+        self.settings = None
 
-    def _set_row(self, index: int, row: _Row | None) -> None:
-        if row is None:
-            self.rows.pop(index, None)
-        else:
-            self.rows[index] = row
+    def _row(self, parameters: Any, tokens: Sequence[int] = ()) -> _Row | None:
+        """Return what a request asks for, or None for a request without temperatures.
+
+        An exception here would end the server, so what `validate_params` should have refused is served without them.
+        """
+        assert self.temperatures is not None
+        try:
+            asked = RequestTemperature.parse(getattr(parameters, "extra_args", None))
+            now, then = asked.settings(self.temperatures.tau_max, is_on_by_default=self.is_on_by_default)
+            if now == then == OFF:
+                return None
+            check_sampling(parameters)
+            at = -1 if asked.at is None else self._token_id(asked.at)
+        except ValueError as error:
+            _log.warning("a request is sampled without a TempNet: %s", error)
+            return None
+        return _Row(now=now, then=then, after=_NEVER if asked.after is None else asked.after, at=at, tokens=tokens)
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - there is one object for a server, as long as it runs
+    def _token_id(self, token: int | str) -> int:
+        if isinstance(token, int):
+            return token
+        try:
+            number = AutoTokenizer.from_pretrained(self.tokenizer, trust_remote_code=False).get_vocab()[token]
+        except Exception as error:  # a tokenizer's own code may raise any exception
+            raise ValueError(
+                f"{AT_ARGUMENT} = {token!r}: {self.tokenizer} has no such token: {error!r:.100}"
+            ) from error
+        return int(number)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         """Newer model runner: note what the request in a slot asks for; returns whether its logits are changed."""
         if self.temperatures is None:
             return False
-        row = self.requests.row(sampling_params)
+        row = self._row(sampling_params)
         self.slots[req_idx] = _NOTHING if row is None else (row.now, row.then, row.after, row.at)
         self.slots_changed = True
         return row is not None
@@ -227,39 +207,26 @@ class _Processor:
             return self._apply_to_slots(logits, ctx)
         for row in self.rows.values():
             if row.follow():
-                self.row_tensors = None
-        if self.row_tensors is None:
-            self.temperatures.check_logits(logits.shape[-1])
-            on, to_device = (
-                sorted(index for index, row in self.rows.items() if row.now != OFF),
-                self.temperatures.to_device,
-            )
-            self.row_tensors = to_device(on, torch.int64), to_device([self.rows[index].now for index in on])
-        rows, settings = self.row_tensors
-        if len(rows) == 0:
+                self.settings = None
+        if not self.rows:
             return logits
-        return self.temperatures.divide(logits, settings, rows=None if len(rows) == len(logits) else rows)
+        if self.settings is None or len(self.settings) != len(logits):
+            self.temperatures.check_logits(logits.shape[-1])
+            now = [self.rows[index].now if index in self.rows else OFF for index in range(len(logits))]
+            self.settings = self.temperatures.to_device(now)
+        return self.temperatures.divide(logits, self.settings)
 
     def _apply_to_slots(self, logits: Tensor, ctx: Any) -> Tensor:
         assert self.temperatures is not None
         asked = self.slots[ctx.idx_mapping_np]
         if not asked[:, :2].any():
             return logits
+        # Only the device knows which rows belong to which request, and after which tokens they switch.
         table = self.slots_on_device[ctx.expanded_idx_mapping]
         settings = table[:, 0]
         if (asked[:, 2:] != _NOTHING[2:]).any():
             settings = torch.where(self._has_switched(table, ctx, asked), table[:, 1], settings)
-        else:
-            on = np.flatnonzero(asked[:, 0])
-            if len(on) == len(asked):
-                return self.temperatures.divide(logits, settings)
-            if len(logits) == len(asked):
-                rows = self.temperatures.to_device(on.tolist(), torch.int64)
-                return self.temperatures.divide(logits, settings[rows], rows=rows)
-        # With draft tokens only the device knows which rows belong to which request, and after which tokens they switch. To
-        # wait for it would cost more than to divide all rows.
-        divided = self.temperatures.divide(logits.clone(), settings)
-        return logits.copy_(torch.where((settings != OFF).unsqueeze(-1), divided, logits))
+        return self.temperatures.divide(logits, settings)
 
     def _has_switched(self, table: Tensor, ctx: Any, asked: np.ndarray) -> Tensor:
         """Return (rows,) whether what follows applies to each row, from the tokens that the device holds."""
@@ -286,13 +253,8 @@ def _load(vllm_config: Any, device: torch.device | str) -> BatchTemperatures | N
             _log.info("no TempNet: %s is not set, and the model %r has none in its directory", PATH_VARIABLE, model)
             return None
         source = model
-    tempnet, layer = load_tempnet(source), None
-    if tempnet.config.reads_state:
-        layer = load_output_layer(model, revision=config.revision, dtype=getattr(config, "head_dtype", config.dtype))
-    temperatures = BatchTemperatures(tempnet, device, layer)
-    figures = "" if temperatures.hidden is None else f"; hidden states from logits: {temperatures.hidden.figures}"
-    _log.info("TempNet of kind %s from %s%s", tempnet.config.kind, source, figures)
-    return temperatures
+    dtype = getattr(config, "head_dtype", getattr(config, "dtype", None))
+    return BatchTemperatures.load(source, device, model, revision=getattr(config, "revision", None), dtype=dtype)
 
 
 def _interfaces() -> tuple[type, ...]:

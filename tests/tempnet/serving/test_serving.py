@@ -73,6 +73,8 @@ def put_in_place(patch: pytest.MonkeyPatch, *, without: str = "") -> Callable[[s
     replace(V1, LogitsProcessor=processor, BatchUpdate=SimpleNamespace, MoveDirectionality=directions)
     replace(V2, LogitsProcessor=interface("apply"))
     replace(SGLANG, CustomLogitProcessor=interface("__call__"))
+    server = SimpleNamespace(dtype="auto", model_path="", revision=None)
+    replace("sglang.srt.runtime_context", get_server_args=lambda: server)
     if not hasattr(sys.modules["vllm"], "SamplingParams"):
         sys.modules["vllm"].SamplingParams = sampling_params
     if without:
@@ -373,19 +375,6 @@ def test_by_default_every_request_that_can_have_it_has_it(
     logits = torch.randn(4, NUM_LOGITS)
     made = processor.apply(logits.clone())
     torch.testing.assert_close(made, as_in_transformers(network, logits, [1.4, None, None, None]), rtol=1e-5, atol=1e-5)
-
-
-def test_masked_rows_keep_their_logits_and_are_counted(fresh: Callable[[str], Any], network: TempNet) -> None:
-    interface = importlib.import_module(V1)
-    processor = fresh("vllm").TempNetLogitsProcessor(MODEL, CPU, False)
-    added = [(row, parameters({"tempnet": True}), None, []) for row in range(2)]
-    processor.update_state(interface.BatchUpdate(batch_size=2, removed=[], added=added, moved=[]))
-    logits = torch.randn(2, NUM_LOGITS)
-    logits[1, 5:20] = -math.inf
-    made = processor.apply(logits.clone())
-    torch.testing.assert_close(made[:1], as_in_transformers(network, logits[:1], [1.4]), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(made[1, :VOCABULARY], logits[1, :VOCABULARY])
-    assert int(processor.temperatures.num_masked) == 1
 
 
 def test_a_model_with_fewer_logits_or_no_tempnet_is_refused(
