@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,13 +50,7 @@ class BatchTemperatures:
 
     @classmethod
     def load(
-        cls,
-        source: str,
-        device: torch.device | str,
-        model: str,
-        *,
-        revision: str | None = None,
-        dtype: torch.dtype | None = None,
+        cls, source: str, device: torch.device | str, model: str, *, revision: str | None, dtype: torch.dtype | None
     ) -> BatchTemperatures:
         """Load the TempNet of a server and, of the model that it serves, the output layer (:func:`load_output_layer`).
 
@@ -67,7 +62,7 @@ class BatchTemperatures:
                 (:class:`HiddenFromLogits`).
         """
         temperatures = cls(load_tempnet(source), device)
-        tempnet, reads = temperatures.tempnet, "all logits"
+        tempnet = temperatures.tempnet
         try:
             layer = load_output_layer(model, revision=revision, dtype=dtype)
             temperatures.hidden = HiddenFromLogits(tempnet, layer, device)
@@ -75,7 +70,7 @@ class BatchTemperatures:
         except Exception as error:  # the code of a served model may raise any
             if tempnet.config.reads_state:
                 raise
-            _log.debug("%s reads all logits: %s", source, error)
+            reads = f"all logits, because {error}"
         _log.info("TempNet of kind %s from %s; %s", tempnet.config.kind, source, reads)
         return temperatures
 
@@ -96,9 +91,9 @@ class BatchTemperatures:
                 f"the TempNet was built for a vocabulary of {self.vocab_size}, the served model has {num_logits} logits"
             )
 
-    def to_device(self, values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return numbers of the host as a tensor on the device, without waiting for what the device is doing."""
-        host = torch.tensor(values, dtype=dtype, pin_memory=self.device.type == "cuda")
+    def to_device(self, values: Sequence[Any]) -> Tensor:
+        """Return numbers of the host as float32 on the device, without waiting for what the device is doing."""
+        host = torch.tensor(values, dtype=torch.float32, pin_memory=self.device.type == "cuda")
         return host.to(self.device, non_blocking=True)
 
     @torch.no_grad()

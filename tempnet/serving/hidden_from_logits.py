@@ -50,10 +50,7 @@ class HiddenFromLogits:
     """Computes the τ of a TempNet from the logits of a base model, by way of the hidden state.
 
     Attributes:
-        num_read: n, the number of logits that are read.
-        condition: condition number of C W.
-        tau_error: largest relative error of τ on the random states.
-        figures: all three as text.
+        figures: n, the largest relative error of τ on the random states, and the condition number of C W, as text.
 
     Args:
         tempnet: the temperature network, of a kind other than embeddings; it is put into eval mode.
@@ -226,13 +223,14 @@ def load_output_layer(
         raise ValueError(f"{source}: the logits of a {type(base).__name__} do not follow from its hidden state")
     # The server reads the same files of the hub, into the same cache.
     patterns = ["*.safetensors", "*.safetensors.index.json"]
-    place = (
-        source if Path(source).is_dir() else snapshot_download(str(source), revision=revision, allow_patterns=patterns)
-    )
+    is_local = Path(source).is_dir()
+    place = source if is_local else snapshot_download(str(source), revision=revision, allow_patterns=patterns)
     files = WeightFiles.find(place)
     tied = config.get_text_config().tie_word_embeddings
-    layer = base.get_input_embeddings() if tied else base.get_output_embeddings()
-    name = next(name for name, part in base.named_modules() if part is layer)
+    names_of = {part: name for name, part in base.named_modules()}
+    output = base.get_output_embeddings()
+    layer = base.get_input_embeddings() if tied else output
+    name = names_of[layer]
     names = [name, name.removeprefix(f"{base.base_model_prefix}.")]
     stored = [one for one in names if files is not None and f"{one}.weight" in files.files]
     if files is None or not stored:
@@ -243,8 +241,6 @@ def load_output_layer(
             f"{source}: {name}.weight is {weight.dtype} of {tuple(weight.shape)}, which is no output weight W"
         )
     check_weight(f"{name}.weight", weight, source)
-    has_bias = getattr(base.get_output_embeddings(), "bias", None) is not None
-    bias_name = next(name for name, part in base.named_modules() if part is base.get_output_embeddings())
-    bias = files.read(f"{bias_name}.bias") if has_bias else None
+    bias = None if getattr(output, "bias", None) is None else files.read(f"{names_of[output]}.bias")
     dtype = weight.dtype if dtype is None else dtype
     return StoredBase(weight.to(dtype), None if bias is None else bias.to(dtype), head)

@@ -13,13 +13,13 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tempnet.serving import derive
 from tempnet.serving.batch import BatchTemperatures
 from tempnet.serving.settings import OFF, PATH_VARIABLE, THEN_ARGUMENT, RequestTemperature, network_path
 
@@ -76,16 +76,5 @@ def _warn_once(message: str) -> None:
     _log.warning("a request is sampled without a TempNet: %s", message)
 
 
-def _interfaces() -> tuple[type, ...]:
-    """Return SGLang's base class, or nothing without SGLang."""
-    try:
-        return (importlib.import_module("sglang.srt.sampling.custom_logit_processor").CustomLogitProcessor,)
-    except ImportError:
-        return ()
-
-
-TempNetLogitProcessor = types.new_class(
-    "TempNetLogitProcessor",
-    (_Processor, *_interfaces()),
-    exec_body=lambda namespace: namespace.update(__module__=__name__, __doc__=_Processor.__doc__),
-)
+_INTERFACE = ("sglang.srt.sampling.custom_logit_processor", "CustomLogitProcessor")
+TempNetLogitProcessor = derive("TempNetLogitProcessor", _Processor, _INTERFACE)

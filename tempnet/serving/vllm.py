@@ -15,10 +15,8 @@ request is served without them.
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import math
-import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +27,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from tempnet.loading import find_tempnet
+from tempnet.serving import derive
 from tempnet.serving.batch import BatchTemperatures
 from tempnet.serving.settings import AT_ARGUMENT, OFF, PATH_VARIABLE, RequestTemperature, is_on_by_default, network_path
 
@@ -257,19 +256,9 @@ def _load(vllm_config: Any, device: torch.device | str) -> BatchTemperatures | N
     return BatchTemperatures.load(source, device, model, revision=getattr(config, "revision", None), dtype=dtype)
 
 
-def _interfaces() -> tuple[type, ...]:
-    """Return the base classes of the interfaces that the installed vLLM has; none without vLLM."""
-    found = []
-    for module in ("vllm.v1.sample.logits_processor", "vllm.v1.worker.gpu.sample.logits_processor"):
-        try:
-            found.append(importlib.import_module(module).LogitsProcessor)
-        except (ImportError, AttributeError) as error:
-            _log.debug("vLLM's interface %s is not here: %s", module, error)
-    return tuple(found)
-
-
-TempNetLogitsProcessor = types.new_class(
+TempNetLogitsProcessor = derive(
     "TempNetLogitsProcessor",
-    (_Processor, *_interfaces()),
-    exec_body=lambda namespace: namespace.update(__module__=__name__, __doc__=_Processor.__doc__),
+    _Processor,
+    ("vllm.v1.sample.logits_processor", "LogitsProcessor"),
+    ("vllm.v1.worker.gpu.sample.logits_processor", "LogitsProcessor"),
 )
