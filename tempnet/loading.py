@@ -203,13 +203,11 @@ def check_vocabulary(base: PreTrainedModel | StoredBase, tempnet: TempNet) -> No
     """
     if tempnet.config.kind == "embeddings":
         raise ValueError("the TempNet reads embeddings, not the logits of a language model")
-    if tempnet.config.reads_state and tempnet.config.state_size != (
-        size := base.get_output_embeddings().weight.shape[1]
-    ):
+    num_logits, size = base.get_output_embeddings().weight.shape
+    if tempnet.config.reads_state and tempnet.config.state_size != size:
         raise ValueError(
             f"the TempNet reads hidden states of {tempnet.config.state_size} numbers, those of the base model have {size}"
         )
-    num_logits = base.get_output_embeddings().weight.shape[0]
     if num_logits < tempnet.config.input_size:
         raise ValueError(
             f"the TempNet was built for a vocabulary of {tempnet.config.input_size}, the base model has {num_logits} logits"
@@ -227,22 +225,12 @@ def _autodeco_tempnet(source: str | Path, config: dict[str, Any], find: Callable
             f"{source} holds no temperature head of AutoDeco: {sorted(state)} are not {sorted(_AUTODECO_KEYS)}"
         )
     weight, bias, last, last_bias = (state[name] for name in _AUTODECO_KEYS)
-    sizes: dict[str, Any] = {"tau_min": 1e-6, "tau_max": 2.0, "hidden_size": len(weight)}
-    form: dict[str, Any] = {
-        "activation": "relu",
-        "projection": False,
-        "pooling": "linear",
-        "normalize_input": False,
-        "pool_by_rho": False,
-    }
-    network = TempNet(
-        TempNetConfig.for_hidden(config["vocab_size"], weight.shape[1], with_logits=False, **sizes, **form)
-    )
+    form: dict[str, Any] = {"activation": "relu", "projection": False, "pooling": "linear", "normalize_input": False}
+    form |= {"pool_by_rho": False, "tau_min": 1e-6, "tau_max": 2.0, "hidden_size": len(weight)}
+    network = TempNet(TempNetConfig.for_hidden(config["vocab_size"], weight.shape[1], with_logits=False, **form))
+    ours = {"transform.0.weight": weight, "transform.0.bias": bias, "final.bias": last_bias}
     # The linear pooling divides by the number of its inputs.
-    ours = {"0.weight": weight, "0.bias": bias, "weight": last * len(weight), "bias": last_bias}
-    network.load_state_dict(
-        {f"{'transform' if name[0] == '0' else 'final'}.{name}": value for name, value in ours.items()}
-    )
+    network.load_state_dict(ours | {"final.weight": last * len(weight)})
     check_weights(network, source)
     _log.warning("%s: the temperature head of AutoDeco is used, its top-p head is not", source)
     return network.eval()

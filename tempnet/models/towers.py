@@ -16,8 +16,6 @@ Shapes: n samples, S pixels per side of an image, t text tokens, w width of the 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -127,51 +125,39 @@ def projects_itself(tower: nn.Module) -> bool:
 
 @torch.no_grad()
 def image_width(tower: PreTrainedModel, image_size: int) -> int:
-    """Return the width w of an image tower, which is found by encoding one image of zeros.
+    """Return the width w of an image tower, found by encoding one image of zeros; it is left in eval mode.
 
     A tower that does not accept images of this size raises ValueError.
     """
     pixels = torch.zeros(1, 3, image_size, image_size, dtype=tower.dtype, device=tower.device)
-    with _eval_mode(tower):
-        try:
-            return image_features(tower, pixels).shape[-1]
-        except (ValueError, RuntimeError) as error:
-            raise ValueError(
-                f"the image encoder ({type(tower).__name__}) takes no images of {image_size} × {image_size}: "
-                f"{_first_line(error)}"
-            ) from error
+    try:
+        return image_features(tower.eval(), pixels).shape[-1]
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"the image encoder ({type(tower).__name__}) takes no images of {image_size} × {image_size}: "
+            f"{_first_line(error)}"
+        ) from error
 
 
 @torch.no_grad()
 def text_width(tower: PreTrainedModel, num_tokens: int) -> int:
-    """Return the width w of a text tower, which is found by encoding two texts that differ only in the last token.
+    """Return the width w of a text tower, found by encoding two texts that differ only in the last token, in eval mode.
 
     A tower that does not accept texts of this length, or whose first token does not attend to later ones, raises ValueError.
     """
     ids = torch.zeros(2, num_tokens, dtype=torch.int64, device=tower.device)
     ids[1, -1] = 1
-    with _eval_mode(tower):
-        try:
-            features = text_features(tower, ids, torch.ones_like(ids))
-        except (ValueError, RuntimeError, IndexError) as error:
-            raise ValueError(
-                f"the text encoder ({type(tower).__name__}) takes no texts of {num_tokens} tokens: {_first_line(error)}"
-            ) from error
+    try:
+        features = text_features(tower.eval(), ids, torch.ones_like(ids))
+    except (ValueError, RuntimeError, IndexError) as error:
+        raise ValueError(
+            f"the text encoder ({type(tower).__name__}) takes no texts of {num_tokens} tokens: {_first_line(error)}"
+        ) from error
     if not projects_itself(tower) and torch.equal(features[0], features[1]):
         raise ValueError(
             f"the first token of {type(tower).__name__} does not see the tokens after it: a decoder is no text encoder"
         )
     return features.shape[-1]
-
-
-@contextlib.contextmanager
-def _eval_mode(module: nn.Module) -> Iterator[None]:
-    was_training = module.training
-    module.eval()
-    try:
-        yield
-    finally:
-        module.train(was_training)
 
 
 def load_with_missing(source: Any, path: str | Path) -> tuple[Any, list[str]]:
