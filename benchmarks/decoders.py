@@ -29,9 +29,10 @@ from torch import Tensor
 from benchmarks.miscalibrated import make_model, train, word_tokenizer
 from benchmarks.product_paths import NUM_NEW_TOKENS, WORDS, check, draw_texts, prompt_of, split_targets, tokens_of
 from jobs.engine.description import markdown_table
+from jobs.scoring.decoders.bench import BenchSettings, BenchWorker, run_bench
+from jobs.scoring.decoders.config import Decoders
 from jobs.scoring.decoders.model import SampledText
-from jobs.scoring.decoders.report import conclusion, figures, pair, plot, table
-from jobs.scoring.decoders.worker import BenchSettings, BenchWorker, run_bench
+from jobs.scoring.decoders.report import conclusion, figures, plot, table
 from jobs.scoring.reward.config import RewardConfig, RewardTemperatureSection
 from jobs.scoring.reward.job import train as train_by_reward
 from jobs.scoring.reward.plan import make_plan
@@ -136,18 +137,22 @@ def compare(job: Arguments, seed: int) -> dict[str, Any]:
     pairs = zip(targets["development"], targets["test"], strict=True)
     asked = [target for pair in pairs for target in pair]
     settings = BenchSettings(
-        model=str(directory / "base"),
+        config=Decoders(
+            model=str(directory / "base"),
+            text="drawn",
+            output=str(directory),
+            num_steps=job.num_steps,
+            num_samples=job.num_samples,
+            max_new_tokens=NUM_NEW_TOKENS,
+            k=job.k,
+            seed=seed,
+            batch_size=16,
+        ),
         vocab_size=len(WORDS),
         bos_id=0,
         documents=tuple(held_out_texts(seed)),
         prompts=tuple(tuple(tokens_of(prompt_of(target))) for target in asked),
         tempnets={f"TempNet, reward {reward}": train_tempnet(job, seed, directory, reward) for reward in REWARDS},
-        num_steps=job.num_steps,
-        num_samples=job.num_samples,
-        max_new_tokens=NUM_NEW_TOKENS,
-        k=job.k,
-        seed=seed,
-        batch_size=16,
     )
 
     def verify(place: int, text: SampledText) -> tuple[tuple[int, int] | None, bool]:
@@ -183,7 +188,7 @@ def _combine_values(values: Sequence[Any]) -> Any:
         return "; ".join(dict.fromkeys(values))
     if isinstance(values[0], dict):
         means = [math.nan if value["mean"] is None else value["mean"] for value in values]
-        return pair(mean_interval(means)) if not any(map(math.isnan, means)) else {"mean": None, "half_width": None}
+        return mean_interval(means).as_json() if not any(map(math.isnan, means)) else {"mean": None, "half_width": None}
     return None if values[0] is None else sum(values) / len(values)
 
 

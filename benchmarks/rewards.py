@@ -29,9 +29,8 @@ from benchmarks.product_paths import NUM_NEW_TOKENS, prompt_of, split_targets
 from jobs.engine.description import markdown_table
 from jobs.scoring.headroom.config import RewardHeadroom
 from jobs.scoring.headroom.rewards import conclude, measure, plan_of
-from jobs.scoring.reward.comparison import compare_temperatures, points
 from jobs.scoring.reward.config import RewardConfig, RewardTemperatureSection
-from jobs.scoring.reward.job import train
+from jobs.scoring.reward.job import compare_temperatures, points, train
 from jobs.scoring.reward.plan import make_plan
 from jobs.scoring.reward.rollouts import gain, work_here
 from jobs.scoring.reward.trainer import RewardTrainer

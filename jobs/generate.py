@@ -98,8 +98,11 @@ def _scores(outcome: Outcome, config: GenerateConfig) -> list[str]:
     for k in divisors(config.num_samples):
         scores = [
             majority_score(
-                [records[prompt.id, sample, 0]["answer"] for sample in range(config.num_samples)],
-                prompt.fields["gold"],
+                [
+                    (record["answer"], record["is_correct"])
+                    for sample in range(config.num_samples)
+                    if (record := records[prompt.id, sample, 0])
+                ],
                 k,
             )
             for prompt in answered

@@ -19,8 +19,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the job until Ctrl-C; returns the exit status."""
     with refusals_on_one_line():
         config = tyro.cli(PlaygroundConfig, args=arguments, prog="python -m jobs.playground", description=__doc__)
-    from jobs.scoring.playground.server import HOST, make_server
-    from jobs.scoring.playground.streams import Playground
+    from jobs.scoring.playground.server import HOST, Playground, make_server
 
     try:
         playground = Playground.load(config)

@@ -13,7 +13,6 @@ class ModelSpec:
     """Description of a model, to be sent to the workers."""
 
     label: str
-    """Name of the model in the results."""
     path: str
     """Absolute path or URI of its directory, or its hub name."""
     digest: str
@@ -33,7 +32,6 @@ class LoadedModel(Generic[Spec, Model]):
         self._model: Model | None = None
 
     def get(self, spec: Spec) -> Model:
-        """Returns the model of a description, which is loaded unless it was the last one."""
         if self._model is None or self._spec != spec:
             self._model = None
             self._model, self._spec = self._load(spec), spec

@@ -1,48 +1,154 @@
-"""Parts of texts: archives → parts of their documents → a pool of models.
+"""Texts for a language model: archives → parts of their documents → a pool of models, and the windows that a model reads.
 
 A part is a group of documents of one archive, which is scored, written and resumed as a unit. It holds an Arrow table with
-one row per document (`key`, `token_ids`). Archives are read in Ray Data's tasks, beside the pool.
+one row per document (`key`, `token_ids`). Archives are read in Ray Data's tasks, beside the pool. How a document longer than
+the context is read is said in `pipelines.text.windows`.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pyarrow as pa
-from transformers import PreTrainedTokenizerFast
+import torch
+from pyarrow.fs import FileType
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
+from jobs.engine.export import model_digest
+from jobs.engine.fields import absolute_path
 from jobs.scoring.config import PoolSection
-from jobs.scoring.text_sources import TextSettings
+from jobs.scoring.headroom.config import Headroom
+from jobs.scoring.temperatures.config import PredictTemperaturesConfig
 from jobs.scoring.units import Finished, Outcome, UnitStore, Work, map_units, part_file
-from pipelines.archives import Archive, resolve_source
+from pipelines.archives import PLAIN_SUFFIXES, SUFFIXES, Archive, describe_not_read, list_source, resolve_source
 from pipelines.problems import check_problems
-from pipelines.storage import create_directory, read_json, relative, write_json
+from pipelines.storage import create_directory, read_json, relative, resolve, write_json
 from pipelines.text.manifest import ArchiveEntry
 from pipelines.text.reading import Document, readable_documents
-from pipelines.text.tokenization import load_tokenizer
+from pipelines.text.tokenization import document_start_id, load_tokenizer, tokenizer_digest
+from pipelines.text.windows import ReadingWindow, batches, default_stride, windows_of
 
+logger = logging.getLogger(__name__)
 _READ_SCHEMA = pa.schema({"key": pa.string(), "token_ids": pa.list_(pa.int32())})
+
+
+def list_sources(uri: str) -> list[Archive]:
+    """Returns the files to read.
+
+    These are the plain text file or archive at the path or URI, or a directory's archives, or, if it has none, its
+    plain text files. A warning names the other files of the directory.
+    """
+    filesystem, root = resolve(uri)
+    is_directory = filesystem.get_file_info(root).type == FileType.Directory
+    try:
+        listing = list_source(uri, SUFFIXES if is_directory else SUFFIXES | PLAIN_SUFFIXES)
+    except FileNotFoundError:
+        if not is_directory:
+            raise
+        listing = list_source(uri, SUFFIXES | PLAIN_SUFFIXES)  # the directory has no archives; it may have plain texts
+    if listing.not_read:
+        logger.warning("%s%s", uri, describe_not_read(listing.not_read))
+    return listing.archives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSettings:
+    """How a text is read for a model. Local paths are absolute, because a worker has its own working directory."""
+
+    format_version: ClassVar[int] = 1
+    """Increased whenever the same settings would make other tables."""
+    source: str
+    model: str
+    text_field: str
+    max_documents: int
+    part_characters: int
+    context_length: int
+    stride: int
+    batch_size: int
+    precision: Literal["fp32", "bf16", "int8", "fp8"]
+    bos_id: int
+    model_digest: str
+    tokenizer_digest: str
+
+    def record(self, archives: list[Archive]) -> dict[str, Any]:
+        """Returns everything that decides the tables, as a flat mapping, without file locations and the batch size."""
+        left_out = ("source", "model", "tempnet", "batch_size", "known_text")
+        values = {name: value for name, value in asdict(self).items() if name not in left_out}
+        root = resolve_source(self.source)[1]
+        sizes = {f"archive {relative(archive.path, root)} (bytes)": archive.num_bytes for archive in archives}
+        return {"version": self.format_version, **values, **sizes}
+
+
+def text_options(
+    config: PredictTemperaturesConfig | Headroom, tokenizer: PreTrainedTokenizerFast, base: PretrainedConfig
+) -> dict[str, Any]:
+    """Returns the fields of `TextSettings` for a configuration, its tokenizer and its model's configuration.
+
+    The length of windows and the tokens between their starts are as configured or, for 0, the model's default.
+    """
+    longest = getattr(base, "max_position_embeddings", None)
+    context_length = config.context_length or longest
+    if context_length is None:
+        raise ValueError(f"{config.model} does not say how many positions it reads: context_length is needed")
+    if longest is not None and context_length > longest:
+        raise ValueError(
+            f"context_length = {context_length} must lie in 1 … {longest}, the positions of {config.model}"
+        )
+    stride = config.stride or default_stride(context_length)
+    if stride > context_length:
+        raise ValueError(f"stride = {stride} must lie in 1 … {context_length}, the context length")
+    names = ("text_field", "max_documents", "part_characters", "batch_size", "precision")
+    return {
+        **{name: getattr(config, name) for name in names},
+        "source": absolute_path(config.text),
+        "model": absolute_path(config.model),
+        "context_length": context_length,
+        "stride": stride,
+        "bos_id": document_start_id(tokenizer),
+        "model_digest": model_digest(config.model),
+        "tokenizer_digest": tokenizer_digest(tokenizer),
+    }
+
+
+def read_in_batches(
+    documents: Sequence[np.ndarray], settings: TextSettings
+) -> Iterator[tuple[list[ReadingWindow], Tensor, Tensor, Tensor]]:
+    """Yields the windows of documents (n,) in batches, with what a model reads; padding is on the right."""
+    streams = [torch.from_numpy(np.concatenate([[settings.bos_id], ids]).astype(np.int64)) for ids in documents]
+    windows = [
+        window
+        for number, ids in enumerate(documents)
+        for window in windows_of(number, len(ids), context_length=settings.context_length, stride=settings.stride)
+    ]
+    for batch in batches(windows, settings.batch_size):
+        shape = len(batch), max(window.num_positions for window in batch)
+        input_ids, targets = torch.full(shape, settings.bos_id), torch.zeros(shape, dtype=torch.long)
+        is_new = torch.zeros(shape, dtype=torch.bool)
+        for row, window in enumerate(batch):
+            stream, stop = streams[window.document], window.num_positions
+            input_ids[row, :stop] = stream[window.start : window.stop]
+            targets[row, :stop] = stream[window.start + 1 : window.stop + 1]
+            is_new[row, window.first - window.start : stop] = True
+        yield batch, input_ids, targets, is_new
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Consecutive documents of one archive."""
-
     archive: int
-    """Position of the archive among all archives."""
     number: int
-    """Position of the part in its archive."""
     source: str
     """Path of the archive, relative to what was read."""
     table: pa.Table
 
     @property
     def file(self) -> str:
-        """File name of the part's table."""
         return part_file(self.archive, self.number)
 
 
@@ -56,13 +162,12 @@ class ReadArchive:
     @classmethod
     def load(cls, output: str, number: int) -> ReadArchive | None:
         """Returns the record of an archive, or None if the archive was never read to its end."""
-        values = read_json(_record_file(output, number))
+        values = read_json(f"{output}/_archives/archive-{number:05d}.json")
         return None if values is None else cls(entry=ArchiveEntry(**values["entry"]), num_parts=values["num_parts"])
 
-    def save(self, output: str, number: int) -> None:
-        """Write the record."""
-        create_directory(f"{output}/_archives")
-        write_json(_record_file(output, number), asdict(self))
+    def files(self, number: int) -> list[str]:
+        """Returns the names of the tables of its parts, in order; `number` is that of the archive."""
+        return [part_file(number, part) for part in range(self.num_parts)]
 
 
 def map_archives(
@@ -79,15 +184,6 @@ def map_archives(
 
     The tables of parts depend neither on the number of workers nor on the order in which they are finished.
 
-    Args:
-        settings: what decides the parts.
-        archives: the archives to read.
-        output: directory or URI of the tables.
-        workers: number and resources of the worker processes.
-        model: builds what makes the table of a part.
-        max_bad_share: largest share of records that may be unreadable.
-        say: called with one line of text for every finished part.
-
     Raises:
         ValueError: if the cluster can never provide the workers.
         ScoringFailedError: naming every archive that failed; the parts that were finished are kept.
@@ -95,7 +191,10 @@ def map_archives(
     """
     store = UnitStore(output)
     done = store.parts()
-    missing = [number for number in range(len(archives)) if not _is_complete(output, number, done)]
+    known = [ReadArchive.load(output, number) for number in range(len(archives))]
+    missing = [
+        number for number, record in enumerate(known) if record is None or not done.issuperset(record.files(number))
+    ]
     if len(missing) < len(archives) or done:
         say(
             f"{output} holds {len(done)} parts; {len(archives) - len(missing)} of {len(archives)} archives are complete"
@@ -116,12 +215,7 @@ def map_archives(
 
 def part_files(records: Sequence[ReadArchive]) -> list[str]:
     """Returns the names of the tables of all parts of archives, in order."""
-    return [part_file(number, part) for number, record in enumerate(records) for part in range(record.num_parts)]
-
-
-def _is_complete(output: str, number: int, done: frozenset[str]) -> bool:
-    record = ReadArchive.load(output, number)
-    return record is not None and all(part_file(number, part) in done for part in range(record.num_parts))
+    return [file for number, record in enumerate(records) for file in record.files(number)]
 
 
 def read_parts(
@@ -150,7 +244,9 @@ def read_parts(
         examples=examples,
         shards=[],
     )
-    ReadArchive(entry=entry, num_parts=num_parts).save(output, number)
+    create_directory(f"{output}/_archives")
+    record = ReadArchive(entry=entry, num_parts=num_parts)
+    write_json(f"{output}/_archives/archive-{number:05d}.json", asdict(record))
 
 
 def tokenise(documents: list[Document], tokenizer: PreTrainedTokenizerFast) -> pa.Table:
@@ -162,7 +258,6 @@ def tokenise(documents: list[Document], tokenizer: PreTrainedTokenizerFast) -> p
 
 
 def token_arrays(column: pa.ChunkedArray) -> list[np.ndarray]:
-    """Returns the elements of a list column as arrays."""
     return [value.values.to_numpy() for value in column]
 
 
@@ -178,7 +273,3 @@ def _groups(documents: Iterator[Document], num_characters: int) -> Iterator[list
             group, size = [], 0
     if group:
         yield group
-
-
-def _record_file(output: str, number: int) -> str:
-    return f"{output}/_archives/archive-{number:05d}.json"

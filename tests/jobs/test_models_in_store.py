@@ -25,9 +25,9 @@ from transformers import AutoConfig, AutoModelForMaskedLM
 from jobs.engine.export import model_digest
 from jobs.engine.identity import with_fields
 from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, Encoder, caption_encoder
-from jobs.scoring.generation.records import RecordFile
+from jobs.scoring.generation.job import RecordFile
 from jobs.scoring.language_models.config import EvaluateConfig
-from jobs.scoring.language_models.plan import _tempnets
+from jobs.scoring.language_models.evaluate import _tempnets
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
 from jobs.scoring.sentence_encoders.evaluate import SentenceEncoderSpec
 from jobs.studies.reproduction.scoring import read_stored_temperatures
@@ -115,7 +115,7 @@ def test_texts_are_generated_and_continued(
 
 
 def test_texts_reach_the_store_while_the_job_runs(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.scoring.generation.records._SECONDS_BETWEEN_UPLOADS", 0.2)
+    monkeypatch.setattr("jobs.scoring.generation.job._SECONDS_BETWEEN_UPLOADS", 0.2)
     uri = f"s3://{bucket}/out.jsonl"
     file = RecordFile(uri, {"seed": 0})
     record = {"id": 1, "sample": 0, "turn": 0}

@@ -162,9 +162,8 @@ def analyse_tau_max(config: TauMax) -> Curves:
         ValueError, OSError: before any work starts, if models, TempNets and text do not fit together.
         ScoringFailedError: naming what failed.
     """
-    from jobs.scoring.language_models.config import EvaluateConfig
+    from jobs.scoring.language_models.config import EvaluateConfig, Temperature
     from jobs.scoring.language_models.evaluate import evaluate
-    from jobs.scoring.language_models.temperatures import Temperature
 
     uri = resolve_uri(config.tracking, config.run.resolved_storage)
     names = {value: Temperature.parse(f"tempnet:{value}").name for value in config.tau_max}

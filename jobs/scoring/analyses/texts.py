@@ -30,7 +30,7 @@ from jobs.scoring.analyses.config import TextAnalysis
 from jobs.scoring.results import Findings, picture, publish_findings
 from jobs.scoring.temperatures.config import PredictTemperaturesConfig
 from jobs.scoring.temperatures.texts import model_settings, predict_archives
-from jobs.scoring.text_sources import list_sources
+from jobs.scoring.text_parts import list_sources
 from jobs.scoring.units import UnitStore, absolute_output, settings_digest
 from pipelines.archives import list_once
 from pipelines.lines import decode

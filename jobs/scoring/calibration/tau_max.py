@@ -37,7 +37,10 @@ def calibrate_tau_max(job: TauMax) -> None:
             f"{source} is no local directory of a TempNet that was saved by this project, so there is nowhere to save "
             "tau_max_eval: add --dry-run to see the figure only"
         )
-    prompts = _read_prompts(job, places["prompts"])
+    lines = lines_of(decode(Path(places["prompts"]).read_bytes()))
+    prompts = [line for line in lines if line.strip()][: job.num_prompts]
+    if not prompts:
+        raise ValueError(f"{job.prompts} holds no prompt")
     base, network = load_causal_lm(
         places["model"], places["tempnet"] or None, device_map=job.device_map, fetch=local_copy
     )
@@ -79,16 +82,6 @@ def search_tau_max(job: TauMax, network: TempNet, temperatures_of_texts: Callabl
 
     Every round generates texts and updates τ_max by a step that would be exact if the contexts stayed the same. Rounds
     are repeated until the standard error of the mean τ is at most `job.tolerance`.
-
-    Args:
-        temperatures_of_texts: generates texts at the network's present τ_max from a random seed, and returns the τ of
-            the tokens, one tensor per text.
-
-    Returns:
-        The standard error of the mean τ.
-
-    Raises:
-        CalibrationError: if the standard error is still larger after `job.max_rounds` rounds.
     """
     print(f"{'round':>6}{'τ_max':>10}{'mean τ':>10}{'pooled: next τ_max':>22}{'± mean τ':>12}")
     shares: list[Tensor] = []
@@ -126,14 +119,6 @@ def _copy_inputs(job: TauMax) -> dict[str, str]:
     if not Path(places["prompts"]).exists():
         raise FileNotFoundError(f"prompts = {job.prompts!r} is missing: there is no such file")
     return places
-
-
-def _read_prompts(job: TauMax, path: str) -> list[str]:
-    """Return the first `num_prompts` lines that are not empty."""
-    prompts = [line for line in lines_of(decode(Path(path).read_bytes())) if line.strip()]
-    if not prompts:
-        raise ValueError(f"{job.prompts} holds no prompt")
-    return prompts[: job.num_prompts]
 
 
 def _tokenize(job: TauMax, prompts: list[str], tokenizer: Any, num_positions: int | None) -> list[BatchEncoding]:

@@ -10,15 +10,15 @@ is the candidate whose texts the model itself finds about as probable as real te
 generated text should have the perplexity of human text); among such texts diversity can be compared. Controls are made of the
 learned rule that was chosen, so nothing is chosen for them.
 
-Documents and prompts with an even number choose, the others report.
+Documents and prompts with an even number choose, the others report. The driver decides what is done next (`run_bench`);
+workers only train, score and sample. So the bench runs in the same way with a pool of Ray's workers and in one process.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -32,11 +32,30 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from jobs.scoring.decoders.learned import ROBUST, control_rules, learned_rules, train_networks
-from jobs.scoring.decoders.model import FrozenModel, MeasuredText, SampledText
-from jobs.scoring.decoders.quality import PromptFigures, measure_prompts, text_loss
+from jobs.scoring.decoders.config import Decoders
+from jobs.scoring.decoders.model import (
+    FrozenModel,
+    MeasuredText,
+    SampledText,
+    control_rules,
+    learned_rules,
+    move_rule,
+    train_networks,
+)
+from jobs.scoring.generation.gsm8k import majority_score
+from jobs.scoring.units import Finished
+from pipelines.local_copy import local_copy
 from tempnet.decoders.autodeco import AutoDecoHeads
-from tempnet.decoders.measures import LikelihoodSums, score_tokens
+from tempnet.decoders.measures import (
+    LikelihoodSums,
+    distinct_correct,
+    distinct_n,
+    mean_interval,
+    pass_at_k,
+    samples_at_equal_cost,
+    score_tokens,
+    self_bleu,
+)
 from tempnet.decoders.rules import (
     ConstantTemperature,
     EntropyRange,
@@ -47,9 +66,13 @@ from tempnet.decoders.rules import (
     Warped,
     teacher_forced,
 )
+from tempnet.intervals import Interval
+from tempnet.loading import load_tempnet
 from tempnet.network import TempNet
 
 ONE, CONSTANT = "τ = 1", "best constant τ"
+DISTINCT_ORDER = 2
+"""n of the distinct-n that is reported."""
 
 Families = Mapping[str, Sequence[Rule]]
 """Decoder → its candidates."""
@@ -93,13 +116,73 @@ def warped(
     return [Warped(f"{name} {value:.3g}", warper(value), tau) for tau in taus for value in values]
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The rule that was chosen for a decoder."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptFigures:
+    """Figures of the texts of one rule; those that need a verifier are None without one."""
 
-    rule: Rule
-    score: float
-    """What it was chosen by, the less the better."""
+    log_probability: Interval
+    """Log-probability of a token under the model at τ = 1, in nats: the higher, the safer the text."""
+    distinct: Interval
+    self_bleu: Interval
+    length: float
+    """Mean number of tokens drawn for a text."""
+    num_counted: int | None = None
+    """Number of texts that cost as much as k texts of τ = 1."""
+    correct: Interval | None = None
+    distinct_correct: Interval | None = None
+    """Number of different correct answers in texts that cost no more than all those of τ = 1, over the latter's number."""
+    pass_at_k: Interval | None = None
+    maj_at_k: Interval | None = None
+    """maj@k at equal tokens: the most frequent answer of a group of texts is correct."""
+
+
+def measure_prompts(
+    texts: Sequence[Sequence[SampledText]],
+    places: Sequence[int],
+    *,
+    k: int,
+    reference_length: float,
+    verify: Verifier | None,
+) -> PromptFigures:
+    """Return the figures of a rule: of its texts for prompts at given places, each with the same number of texts.
+
+    `k` of pass@k and maj@k counts texts of τ = 1, whose mean number of tokens is the reference length.
+    """
+    num_samples, length = len(texts[0]), text_length(texts)
+    plain = PromptFigures(
+        log_probability=mean_interval([-text_loss([samples]) for samples in texts]),
+        distinct=mean_interval([distinct_n([text.tokens for text in samples], DISTINCT_ORDER) for samples in texts]),
+        self_bleu=mean_interval([self_bleu([text.tokens for text in samples]) for samples in texts]),
+        length=length,
+    )
+    if verify is None:
+        return plain
+    checked = [[verify(place, text) for text in samples] for place, samples in zip(places, texts, strict=True)]
+    counted = samples_at_equal_cost(k, length, reference_length, num_samples)
+    within = samples_at_equal_cost(num_samples, length, reference_length, num_samples)
+    right = [[is_right for _, is_right in samples] for samples in checked]
+    return replace(
+        plain,
+        num_counted=counted,
+        correct=mean_interval([sum(row) / num_samples for row in right]),
+        distinct_correct=mean_interval(
+            [distinct_correct(*zip(*samples[:within], strict=True)) / num_samples for samples in checked]
+        ),
+        pass_at_k=mean_interval([pass_at_k(num_samples, sum(row), counted) for row in right]),
+        maj_at_k=mean_interval([majority_score(samples, counted) for samples in checked]),
+    )
+
+
+def text_loss(texts: Sequence[Sequence[SampledText]]) -> float:
+    """Return the NLL of a token of all texts under the model at τ = 1, in nats."""
+    drawn = [text for samples in texts for text in samples]
+    return -sum(text.log_probability for text in drawn) / max(1, sum(text.num_drawn for text in drawn))
+
+
+def text_length(texts: Sequence[Sequence[SampledText]]) -> float:
+    """Return the mean number of tokens drawn for a text."""
+    lengths = [text.num_drawn for samples in texts for text in samples]
+    return sum(lengths) / len(lengths)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,51 +190,24 @@ class Comparison:
     """Results of the bench."""
 
     num_tokens: int
-    """Number of tokens of the reporting documents."""
     human_loss: float
     """NLL of the choosing documents at τ = 1, in nats per token."""
     sums: LikelihoodSums
     """Scores on the reporting documents, by decoder."""
-    for_text: dict[str, Choice]
-    """Decoder → its rule on text."""
-    for_prompts: dict[str, Choice] = field(default_factory=dict)
-    """Decoder → its rule on prompts."""
+    for_text: dict[str, Rule]
+    for_prompts: dict[str, Rule] = field(default_factory=dict)
     prompts: dict[str, PromptFigures] = field(default_factory=dict)
-    """Decoder → figures on the reporting prompts."""
     tried: list[tuple[str, str, PromptFigures]] = field(default_factory=list)
     """Decoder, rule and figures of every candidate on the choosing prompts."""
     has_verifier: bool = False
-    """Whether answers were checked."""
 
 
 def split_text(text: MeasuredText) -> tuple[MeasuredText, MeasuredText]:
-    """Return the choosing and the reporting documents.
-
-    Raises:
-        ValueError: if there are fewer than two documents in a half, so that no interval can be given.
-    """
+    """Return the choosing and the reporting documents."""
     num_documents = len(torch.unique(text.documents))
     if num_documents < 4:
         raise ValueError(f"text has {num_documents} documents that can be used, and two halves of 2 are needed")
     return text.part(text.documents % 2 == 0), text.part(text.documents % 2 == 1)
-
-
-def make_families(
-    model: FrozenModel, text: MeasuredText, tempnets: Mapping[str, TempNet], *, num_steps: int, seed: int
-) -> dict[str, Sequence[Rule]]:
-    """Return all decoders with their candidates; the learned ones are trained on the given text.
-
-    Args:
-        model: the frozen model.
-        text: the choosing documents.
-        tempnets: networks that were trained elsewhere, by name.
-        num_steps: number of training steps of each network.
-        seed: seed of the training.
-    """
-    networks: dict[str, TempNet | AutoDecoHeads] = dict(train_networks(model, text, num_steps=num_steps, seed=seed))
-    assert ROBUST in networks, "the papers' objective belongs into every comparison"
-    learned = {name: learned_rules(name, network) for name, network in [*networks.items(), *tempnets.items()]}
-    return {**published_rules(), **learned}
 
 
 def score_rules(model: FrozenModel, text: MeasuredText, rules: Mapping[str, Rule], *, seed: int) -> LikelihoodSums:
@@ -173,13 +229,12 @@ def compare_on_text(model: FrozenModel, text: MeasuredText, families: Families, 
     choosing, reporting = split_text(text)
     rules = {f"{name}\t{place}": rule for name, family in families.items() for place, rule in enumerate(family)}
     tried = score_rules(model, choosing, rules, seed=seed)
-    chosen: dict[str, Choice] = {}
+    chosen: dict[str, Rule] = {}
     for name, family in families.items():
         losses = [tried.mean(f"{name}\t{place}", "smoothed").mean for place in range(len(family))]
-        best = min(range(len(family)), key=losses.__getitem__)
-        chosen[name] = Choice(family[best], losses[best])
+        chosen[name] = family[losses.index(min(losses))]
     chosen = with_controls(model, choosing, chosen)
-    sums = score_rules(model, reporting, {name: choice.rule for name, choice in chosen.items()}, seed=seed)
+    sums = score_rules(model, reporting, chosen, seed=seed)
     return Comparison(
         num_tokens=len(reporting.targets),
         human_loss=tried.loss(f"{ONE}\t0").mean,
@@ -188,72 +243,146 @@ def compare_on_text(model: FrozenModel, text: MeasuredText, families: Families, 
     )
 
 
-def with_controls(model: FrozenModel, text: MeasuredText, chosen: Mapping[str, Choice]) -> dict[str, Choice]:
+def with_controls(model: FrozenModel, text: MeasuredText, chosen: Mapping[str, Rule]) -> dict[str, Rule]:
     """Return the chosen rules, each learned one followed by its two controls."""
-    found: dict[str, Choice] = {}
-    for name, choice in chosen.items():
-        found[name] = choice
-        if (controls := control_rules(model, text, choice.rule)) is not None:
-            found[f"{name}: MeanShift"] = Choice(controls[0], math.nan)
-            found[f"{name}: shuffled"] = Choice(controls[1], math.nan)
+    found: dict[str, Rule] = {}
+    for name, rule in chosen.items():
+        found[name] = rule
+        if (controls := control_rules(model, text, rule)) is not None:
+            found[f"{name}: MeanShift"], found[f"{name}: shuffled"] = controls
     return found
 
 
-Sample = Callable[[Sequence[Rule], Sequence[int]], list[list[list[SampledText]]]]
-"""(rules, places of prompts) → for every rule and prompt, its texts."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchSettings:
+    """What a worker needs, which has a working directory of its own; documents and prompts are token ids."""
+
+    config: Decoders
+    """The configuration, with absolute paths."""
+    vocab_size: int
+    bos_id: int
+    documents: tuple[tuple[int, ...], ...]
+    prompts: tuple[tuple[int, ...], ...]
+    tempnets: Mapping[str, str]
+    """Name → directory, URI or hub name of a TempNet that was trained elsewhere."""
 
 
-def compare_on_prompts(
-    comparison: Comparison,
-    families: Families,
-    sample: Sample,
-    num_prompts: int,
-    add_controls: Callable[[Mapping[str, Choice]], dict[str, Choice]],
-    *,
-    k: int,
-    verify: Verifier | None = None,
-) -> None:
-    """Choose the parameters of every decoder on the choosing prompts, and add the figures on the reporting ones.
+@dataclass(frozen=True, slots=True)
+class TextUnit:
+    """Train the learned decoders and compare all of them on text."""
 
-    Args:
-        comparison: the results so far, to which those on prompts are added.
-        families: the decoders.
-        sample: samples texts.
-        num_prompts: number of prompts.
-        add_controls: see :func:`with_controls`.
-        k: k of pass@k and maj@k in texts of τ = 1.
-        verify: checks answers.
+    title = "text"
 
-    Raises:
-        ValueError: if a half has fewer than two prompts.
-    """
-    if num_prompts < 4:
-        raise ValueError(f"there are {num_prompts} prompts that fit into the context, and two halves of 2 are needed")
-    choosing, reporting = range(0, num_prompts, 2), range(1, num_prompts, 2)
+
+@dataclass(frozen=True, slots=True)
+class ControlUnit:
+    """Make the controls of the chosen rules."""
+
+    title = "controls"
+    chosen: dict[str, Rule]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleUnit:
+    """Sample texts by a rule for some prompts."""
+
+    number: int
+    rule: Rule
+    places: tuple[int, ...]
+
+    @property
+    def title(self) -> str:
+        return f"{self.number}: {self.rule.label}"
+
+
+BenchUnit = TextUnit | ControlUnit | SampleUnit
+
+
+class BenchWorker:
+    """Holds the model, and does units of work."""
+
+    def __init__(self, settings: BenchSettings) -> None:
+        self._settings = settings
+        self._model = FrozenModel(settings.config, vocab_size=settings.vocab_size, bos_id=settings.bos_id)
+
+    @cached_property
+    def text(self) -> MeasuredText:
+        """The tokens of all documents, which the model reads when they are first needed."""
+        return self._model.measure(self._settings.documents, self._settings.config.batch_size)
+
+    def __call__(self, unit: BenchUnit) -> Finished:
+        return Finished(value=self.do(unit))
+
+    def do(self, unit: BenchUnit) -> Any:
+        """Do a unit: families and comparison of a `TextUnit`, rules of a `ControlUnit`, texts of a `SampleUnit`."""
+        settings, config, model = self._settings, self._settings.config, self._model
+        if isinstance(unit, SampleUnit):
+            return model.sample(
+                move_rule(unit.rule, model.device),
+                [settings.prompts[place] for place in unit.places],
+                num_samples=config.num_samples,
+                num_tokens=config.max_new_tokens,
+                seed=config.seed,
+                batch_size=config.batch_size,
+            )
+        choosing, _ = split_text(self.text)
+        if isinstance(unit, ControlUnit):
+            for rule in unit.chosen.values():
+                move_rule(rule, model.device)
+            chosen = with_controls(model, choosing, unit.chosen)
+            for rule in chosen.values():
+                move_rule(rule, torch.device("cpu"))
+            return chosen
+        networks: dict[str, TempNet | AutoDecoHeads] = {
+            **train_networks(model, choosing, num_steps=config.num_steps, seed=config.seed),
+            **{name: load_tempnet(local_copy(place)) for name, place in settings.tempnets.items()},
+        }
+        learned = {name: learned_rules(name, network) for name, network in networks.items()}
+        families = {**published_rules(), **learned}
+        rules = [rule for family in families.values() for rule in family]
+        for rule in rules:
+            move_rule(rule, model.device)
+        comparison = compare_on_text(model, self.text, families, seed=config.seed)
+        for rule in rules:
+            move_rule(rule, torch.device("cpu"))
+        return families, comparison
+
+
+def run_bench(
+    settings: BenchSettings, run: Callable[[Sequence[BenchUnit]], list[Any]], verify: Verifier | None = None
+) -> Comparison:
+    """Run the bench from start to end; `run` does units of work and returns their results in order."""
+    if len(settings.prompts) < 4:
+        raise ValueError(
+            f"there are {len(settings.prompts)} prompts that fit into the context, and two halves of 2 are needed"
+        )
+    families: Families
+    comparison: Comparison
+    families, comparison = run([TextUnit()])[0]
+    choosing, reporting = range(0, len(settings.prompts), 2), range(1, len(settings.prompts), 2)
+    measure = partial(measure_prompts, k=settings.config.k, verify=verify)
+
+    def sample(rules: Sequence[Rule], places: Sequence[int]) -> list[list[list[SampledText]]]:
+        return run([SampleUnit(number, rule, tuple(places)) for number, rule in enumerate(rules)])
+
     rules = [rule for family in families.values() for rule in family]
     owners = [name for name, family in families.items() for _ in family]
     texts = sample(rules, choosing)
-    measure = partial(measure_prompts, k=k, verify=verify)
     reference = text_length(texts[owners.index(ONE)])
-    chosen: dict[str, Choice] = {}
+    chosen: dict[str, tuple[float, Rule]] = {}
     for name, rule, made in zip(owners, rules, texts, strict=True):
         figures = measure(made, choosing, reference_length=reference)
         comparison.tried.append((name, rule.label, figures))
         right = figures.distinct_correct
         score = abs(text_loss(made) - comparison.human_loss) if right is None else -right.mean
-        if name not in chosen or score < chosen[name].score:
-            chosen[name] = Choice(rule, score)
-    comparison.for_prompts = add_controls(chosen)
-    found = sample([choice.rule for choice in comparison.for_prompts.values()], reporting)
+        if name not in chosen or score < chosen[name][0]:
+            chosen[name] = score, rule
+    comparison.for_prompts = run([ControlUnit({name: rule for name, (_, rule) in chosen.items()})])[0]
+    found = sample(list(comparison.for_prompts.values()), reporting)
     by_name = dict(zip(comparison.for_prompts, found, strict=True))
     reference = text_length(by_name[ONE])
     comparison.prompts = {
         name: measure(texts, reporting, reference_length=reference) for name, texts in by_name.items()
     }
     comparison.has_verifier = verify is not None
-
-
-def text_length(texts: Sequence[Sequence[SampledText]]) -> float:
-    """Return the mean number of tokens drawn for a text."""
-    lengths = [text.num_drawn for samples in texts for text in samples]
-    return sum(lengths) / len(lengths)
+    return comparison

@@ -6,6 +6,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,14 +16,15 @@ from jobs.engine.export import model_digest
 from jobs.engine.fields import absolute_path
 from jobs.engine.identity import flatten
 from jobs.engine.tracking import resolve_uri
+from jobs.scoring.decoders.bench import BenchSettings, BenchUnit, BenchWorker, run_bench
 from jobs.scoring.decoders.config import Decoders
 from jobs.scoring.decoders.model import SampledText
 from jobs.scoring.decoders.report import conclusion, figures, plot, table
-from jobs.scoring.decoders.worker import BenchSettings, BenchUnit, BenchWorker, run_bench
 from jobs.scoring.generation.formats import FORMATS, Prompt, read_prompts
+from jobs.scoring.generation.sampling import cut
 from jobs.scoring.models import model_labels
 from jobs.scoring.results import Findings, publish_findings
-from jobs.scoring.text_sources import list_sources
+from jobs.scoring.text_parts import list_sources
 from jobs.scoring.units import Work, map_units
 from jobs.tasks.base import naming_field
 from jobs.tasks.language_model.training_text import warn_of_known_text
@@ -51,7 +53,7 @@ def compare_decoders(config: Decoders) -> dict[str, Any]:
     uri = resolve_uri(config.tracking, config.run.resolved_storage)
     settings, prompts, tokenizer, known = resolve_settings(config)
     verify = make_verifier(config, prompts, tokenizer)
-    comparison = run_bench(settings, partial(run_units, config, settings), verify)
+    comparison = run_bench(settings, partial(run_units, settings), verify)
     values = figures(comparison, k=config.k) | {"known_text": known}
     if known:
         print("\nThe model was trained on some of this text: what is found does not hold for new text.")
@@ -73,12 +75,7 @@ def compare_decoders(config: Decoders) -> dict[str, Any]:
 def resolve_settings(
     config: Decoders,
 ) -> tuple[BenchSettings, list[Prompt], PreTrainedTokenizerFast, list[str]]:
-    """Return what the workers need, the prompts, the tokenizer, and the archives that the model was trained on.
-
-    Raises:
-        FileNotFoundError, OSError: if text, prompts, model or a TempNet is missing.
-        ValueError: if they do not fit together, or there is too little of them for two halves.
-    """
+    """Return what the workers need, the prompts, the tokenizer, and the archives that the model was trained on."""
     with naming_field("text: "):
         archives = list_sources(config.text)
     with naming_field("model = "):
@@ -96,19 +93,12 @@ def resolve_settings(
         )
     prompts, ids = read_prompt_ids(config, documents, tokenizer, context)
     settings = BenchSettings(
-        model=absolute_path(config.model),
+        config=replace(config, model=absolute_path(config.model)),
         vocab_size=len(tokenizer),
         bos_id=document_start_id(tokenizer),
-        precision=config.precision,
         documents=tuple(documents),
         prompts=tuple(ids),
         tempnets=find_tempnets(config, len(tokenizer)),
-        num_steps=config.num_steps,
-        num_samples=config.num_samples,
-        max_new_tokens=config.max_new_tokens,
-        k=config.k,
-        seed=config.seed,
-        batch_size=config.batch_size,
     )
     return settings, prompts, tokenizer, warn_of_known_text(config.model, config.text, archives, field="text")
 
@@ -116,11 +106,7 @@ def resolve_settings(
 def read_documents(
     config: Decoders, archives: Sequence[Archive], tokenizer: PreTrainedTokenizerFast, length: int
 ) -> list[tuple[int, ...]]:
-    """Return the first tokens of every document, without documents of fewer than two.
-
-    Raises:
-        TooManyProblemsError: if too many records are unreadable.
-    """
+    """Return the first tokens of every document, without documents of fewer than two."""
     found: list[tuple[int, ...]] = []
     entries = []
     for archive in archives:
@@ -149,11 +135,7 @@ def read_prompt_ids(
     tokenizer: PreTrainedTokenizerFast,
     context: int | None,
 ) -> tuple[list[Prompt], list[tuple[int, ...]]]:
-    """Return the prompts that fit into the context beside the new tokens, and their token ids.
-
-    Raises:
-        ValueError: if too few fit.
-    """
+    """Return the prompts that fit into the context beside the new tokens, and their token ids."""
     room = None if context is None else context - config.max_new_tokens
     start = document_start_id(tokenizer)
     if config.prompts:
@@ -175,12 +157,7 @@ def read_prompt_ids(
 
 
 def find_tempnets(config: Decoders, vocab_size: int) -> dict[str, str]:
-    """Return the places of the given TempNets by name, or that of the one beside the model if there is one.
-
-    Raises:
-        FileNotFoundError: if a given one is missing.
-        ValueError: if one was made for another vocabulary.
-    """
+    """Return the places of the given TempNets by name, or that of the one beside the model if there is one."""
     places = [absolute_path(place) for place in config.tempnets]
     names = [f"TempNet {label}" for label in model_labels(places)] if places else []
     if not places:
@@ -210,23 +187,16 @@ def make_verifier(
 
     def verify(place: int, sampled: SampledText) -> tuple[Hashable | None, bool]:
         text = str(tokenizer.decode(sampled.tokens, skip_special_tokens=True))
-        text = text[: min([text.find(stop) for stop in chosen.stop if stop in text], default=len(text))]
-        grade = chosen.grade(prompts[place], text)
+        grade = chosen.grade(prompts[place], cut(text, chosen.stop))
         return grade["answer"], bool(grade["is_correct"])
 
     return verify if config.format == "gsm8k" else None
 
 
-def run_units(config: Decoders, settings: BenchSettings, units: Sequence[BenchUnit]) -> list[Any]:
-    """Do units of work in the pool, and return their results in order.
-
-    Raises:
-        ScoringFailedError: naming the units that failed.
-    """
-    work: Work[BenchUnit] = Work(
-        model=partial(BenchWorker, settings, use_gpu=config.workers.use_gpu), title=lambda unit: unit.title
-    )
-    outcome = map_units(units, work, config.workers)
+def run_units(settings: BenchSettings, units: Sequence[BenchUnit]) -> list[Any]:
+    """Do units of work in the pool, and return their results in order."""
+    work: Work[BenchUnit] = Work(model=partial(BenchWorker, settings), title=lambda unit: unit.title)
+    outcome = map_units(units, work, settings.config.workers)
     outcome.check()
     return [outcome.values[number][0] for number in range(len(units))]
 

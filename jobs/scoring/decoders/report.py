@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from jobs.engine.description import markdown_table
-from jobs.scoring.decoders.bench import CONSTANT, Comparison
-from jobs.scoring.decoders.quality import PromptFigures
-from tempnet.intervals import Interval
+from jobs.scoring.decoders.bench import CONSTANT, Comparison, PromptFigures
 
 PLAIN = ("log_probability", "distinct", "self_bleu")
 CHECKED = ("correct", "distinct_correct", "pass_at_k", "maj_at_k")
@@ -25,20 +22,20 @@ def figures(comparison: Comparison, *, k: int) -> dict[str, Any]:
     """
     sums = comparison.sums
     decoders: dict[str, Any] = {}
-    for name, choice in comparison.for_text.items():
+    for name, rule in comparison.for_text.items():
         text = {
-            "rule": choice.rule.label,
-            "loss": pair(sums.loss(name)),
-            "gain": pair(sums.gain(name, CONSTANT)),
-            "brier": pair(sums.mean(name, "brier")),
-            "ece": pair(sums.calibration_error(name)),
-            "excluded": pair(sums.mean(name, "excluded")),
+            "rule": rule.label,
+            "loss": sums.loss(name).as_json(),
+            "gain": sums.gain(name, CONSTANT).as_json(),
+            "brier": sums.mean(name, "brier").as_json(),
+            "ece": sums.calibration_error(name).as_json(),
+            "excluded": sums.mean(name, "excluded").as_json(),
         }
         if f"{name}: MeanShift" in sums.sums:
-            text["gain_over_mean_shift"] = pair(sums.gain(name, f"{name}: MeanShift"))
+            text["gain_over_mean_shift"] = sums.gain(name, f"{name}: MeanShift").as_json()
         decoders[name] = {"text": text}
     for name, found in comparison.prompts.items():
-        decoders[name]["prompts"] = {"rule": comparison.for_prompts[name].rule.label, **_prompt_values(found)}
+        decoders[name]["prompts"] = {"rule": comparison.for_prompts[name].label, **_prompt_values(found)}
     return {
         "num_tokens": comparison.num_tokens,
         "human_loss": comparison.human_loss,
@@ -52,13 +49,8 @@ def figures(comparison: Comparison, *, k: int) -> dict[str, Any]:
 def _prompt_values(found: PromptFigures) -> dict[str, Any]:
     values = asdict(found)
     for name in (*PLAIN, *CHECKED):
-        values[name] = None if getattr(found, name) is None else pair(getattr(found, name))
+        values[name] = None if getattr(found, name) is None else getattr(found, name).as_json()
     return values
-
-
-def pair(interval: Interval) -> dict[str, float | None]:
-    """Return an interval as a mapping, with None for what is not finite."""
-    return {name: value if math.isfinite(value) else None for name, value in interval._asdict().items()}
 
 
 def table(values: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The configuration of `jobs.generate`, that is, its command line."""
+"""The configuration of `jobs.generate`, that is, its command line, and what `jobs.playground` shares with it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,40 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from jobs.scoring.config import check_precision
+from jobs.scoring.config import check_least, check_precision
 
 CHOICES = ("auto", "tempnet", "greedy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateConfig:
-    """The model, the prompts, the temperature, and where the texts are written."""
+class LocalModel:
+    """A model and its TempNet in this process."""
 
     model: str
     """Directory, URI or hub name of a Transformers causal LM, such as an export of training (with `tempnet/` in it)."""
+    tempnet: str = ""
+    """Directory, URI or hub name of the TempNet. Default: the one beside the model."""
+    dtype: Literal["float32", "bfloat16", "float16", "int8", "fp8"] = "float32"
+    """Data type of the base model; int8, fp8: weights in eight bits, products in bfloat16, by torchao.
+    A TempNet always computes in float32."""
+    device: str = "auto"
+    """PyTorch device: cpu, cuda, cuda:1, …; auto: a GPU if there is one, else the CPU."""
+    device_map: Literal["auto"] | None = None
+    """auto: spread the model over all GPUs of this machine, layer by layer, and over the CPU's memory if they are too
+    small. None: the model is on `device`."""
+    trust_remote_code: bool = False
+    """Allow Transformers to run code that is shipped with the model."""
+
+    def __post_init__(self) -> None:
+        check_precision("dtype", self.dtype)
+        if self.device_map and self.device != "auto":
+            raise ValueError(f"device_map = {self.device_map} chooses the devices: leave out device = {self.device}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateConfig(LocalModel):
+    """The model, the prompts, the temperature, and where the texts are written."""
+
     prompts: str
     """The file of prompts, a path or URI, in the format that `--format` names."""
     output: str
@@ -28,8 +51,6 @@ class GenerateConfig:
     temperature: str = "auto"
     """Temperature. tempnet: predicted for every token; a number: that constant; greedy: always the most likely
     token. auto: tempnet if the model has one, else 1."""
-    tempnet: str = ""
-    """Directory, URI or hub name of the TempNet. Default: the one beside the model."""
     tau_max_eval: float | None = None
     """τ_max of the TempNet for this job, which rescales all predicted temperatures. Default: the saved value."""
     top_k: int = 0
@@ -50,16 +71,6 @@ class GenerateConfig:
     """Use only this many prompts, the first ones of the file; 0: all."""
     chat: Literal["auto", "on", "off"] = "auto"
     """Whether to put prompts into the tokenizer's chat template. auto: if the tokenizer has one."""
-    dtype: Literal["float32", "bfloat16", "float16", "int8", "fp8"] = "float32"
-    """Data type of the base model; int8, fp8: weights in eight bits, products in bfloat16, by torchao.
-    A TempNet always computes in float32."""
-    device: str = "auto"
-    """PyTorch device: cpu, cuda, cuda:1, …; auto: a GPU if there is one, else the CPU."""
-    device_map: Literal["auto"] | None = None
-    """auto: spread the model over all GPUs of this machine, layer by layer, and over the CPU's memory if they are too
-    small. None: the model is on `device`."""
-    trust_remote_code: bool = False
-    """Allow Transformers to run code that is shipped with the model."""
     entropy: bool = True
     """Record the entropy of every prediction at τ = 1, in nats."""
     html: str = ""
@@ -68,12 +79,8 @@ class GenerateConfig:
     """Name of the model in the output files of alpaca-eval and mt-bench. Default: the value of `--model`."""
 
     def __post_init__(self) -> None:
-        for name in ("num_samples", "max_new_tokens", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
-        for name in ("top_k", "limit"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
+        LocalModel.__post_init__(self)
+        check_least(self, num_samples=1, max_new_tokens=1, batch_size=1, top_k=0, limit=0)
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p = {self.top_p:g} must lie in (0, 1]")
         if not 0.0 <= self.min_p < 1.0:
@@ -83,9 +90,6 @@ class GenerateConfig:
             raise ValueError(f"temperature = {self.temperature} must be positive; for the largest logit, say greedy")
         if (self.tempnet or self.tau_max_eval is not None) and self.temperature not in ("auto", "tempnet"):
             raise ValueError(f"temperature = {self.temperature} uses no TempNet: leave out tempnet and tau_max_eval")
-        check_precision("dtype", self.dtype)
-        if self.device_map and self.device != "auto":
-            raise ValueError(f"device_map = {self.device_map} chooses the devices: leave out device = {self.device}")
         truncates = self.top_k or self.top_p < 1.0 or self.min_p
         if self.temperature == "greedy" and (self.num_samples > 1 or truncates or self.html):
             raise ValueError(
@@ -98,11 +102,7 @@ class GenerateConfig:
 
     @property
     def fixed_temperature(self) -> float | None:
-        """The constant temperature if `temperature` is a number, else None.
-
-        Raises:
-            ValueError: if it is neither a number nor one of the known words.
-        """
+        """The constant temperature if `temperature` is a number, else None."""
         if self.temperature in CHOICES:
             return None
         try:

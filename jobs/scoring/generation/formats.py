@@ -136,10 +136,8 @@ def _export_mt_bench(answers: Sequence[Answered], generator: str, settings: str)
 def _read_gsm8k(path: Path) -> Iterator[Prompt]:
     for where, number, record in _lines(path):
         question, answer = _string(record, "question", where), _string(record, "answer", where)
-        try:
+        with naming_field(f"{where}: "):
             gold = gold_answer(answer)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
         yield Prompt(id=number, turns=(few_shot_prompt(question),), fields={"gold": gold})
 
 

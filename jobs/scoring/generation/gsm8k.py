@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from decimal import Decimal
 from pathlib import Path
 
@@ -54,16 +54,18 @@ def canonical(number: str) -> str:
     return digits.rstrip("0").rstrip(".") if "." in digits else digits
 
 
-def majority_score(answers: Sequence[str | None], gold: str, k: int) -> float:
-    """Returns maj@k of one question: the share of its groups of k samples whose most frequent answer is correct.
+def majority_score(samples: Sequence[tuple[Hashable | None, bool]], k: int) -> float:
+    """Returns maj@k of one question: the share of its whole groups of k samples whose most frequent answer is correct.
 
-    A sample without a number has no vote. Ties go to the answer that occurs first. maj@1 is the share of correct
-    samples. k must divide the number of samples.
+    A sample is its answer and whether it is correct. One without an answer (None) has no vote. Ties go to the answer that
+    occurs first. maj@1 is the share of correct samples.
     """
-    assert len(answers) % k == 0
-    groups = [answers[start : start + k] for start in range(0, len(answers), k)]
-    votes = [Counter(answer for answer in group if answer is not None).most_common(1) for group in groups]
-    return sum(bool(vote) and vote[0][0] == gold for vote in votes) / len(groups)
+    wins = []
+    for start in range(0, len(samples) // k * k, k):
+        group = samples[start : start + k]
+        votes = Counter(answer for answer, _ in group if answer is not None).most_common(1)
+        wins.append(bool(votes) and dict(group)[votes[0][0]])
+    return sum(wins) / len(wins)
 
 
 def divisors(number: int) -> list[int]:

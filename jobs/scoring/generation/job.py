@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -12,12 +15,11 @@ from transformers import PreTrainedTokenizerFast
 from jobs.engine.export import model_digest, tempnet_digest
 from jobs.engine.fields import absolute_path
 from jobs.scoring.generation.config import GenerateConfig
-from jobs.scoring.generation.formats import FORMATS, Prompt, PromptFormat, read_prompts
-from jobs.scoring.generation.records import Key, RecordFile, settings_hash
-from jobs.scoring.generation.sampling import Generated, Request, Sampler
+from jobs.scoring.generation.formats import FORMATS, Prompt, read_prompts
+from jobs.scoring.generation.sampling import Generated, Key, Request, Sampler
 from jobs.tasks.base import naming_field
 from pipelines.local_copy import local_copy
-from pipelines.storage import exists, write_bytes
+from pipelines.storage import exists, read_bytes, read_json, write_bytes, write_json
 from pipelines.text.tokenization import encode_prompt, load_tokenizer, token_pieces
 from tempnet.base_model import read_config
 from tempnet.loading import load_tempnet
@@ -25,25 +27,89 @@ from tempnet.network import TempNet
 
 # Fields that do not change any text: where texts are computed and written, and how many there are.
 _NOT_SETTINGS = ("prompts", "output", "num_samples", "batch_size", "limit", "device", "device_map", "html", "generator")
+_SECONDS_BETWEEN_UPLOADS = 30.0
+
+
+class RecordFile:
+    """The records of texts that were generated with one group of settings; only whole lines are added.
+
+    `<file>.settings.json` beside the file holds the settings whose hash is stored in every record. Lines are appended
+    to a local file. Nothing can be appended to an object at a URI, so it is written anew, at most every 30 seconds, and
+    by :meth:`save`. An incomplete last line, left by an interruption, is removed.
+
+    Raises:
+        OSError: if the file cannot be read or written.
+        ValueError: if the file holds anything other than records of this job, or records made with other settings.
+    """
+
+    def __init__(self, path: str, settings: Mapping[str, Any]) -> None:
+        self.path = path
+        self.settings_path = f"{path}.settings.json"
+        self.settings = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
+        self.records: dict[Key, dict[str, Any]] = {}
+        self._is_local = "://" not in path
+        if self._is_local:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        content = read_bytes(path) if exists(path) else b""
+        whole = content[: content.rfind(b"\n") + 1]
+        for number, line in enumerate(whole.decode(errors="replace").split("\n")[:-1], 1):
+            self._take(line, number, settings)
+        if len(whole) < len(content):
+            write_bytes(path, whole)
+        # What a URI is to hold, and when it was written.
+        self._content, self._num_saved, self._saved_at = bytearray(whole), len(whole), time.monotonic()
+        write_json(self.settings_path, {"hash": self.settings, "settings": settings})
+
+    def _take(self, line: str, number: int, settings: Mapping[str, Any]) -> None:
+        try:
+            record = json.loads(line)
+            key, its_settings = (record["id"], record["sample"], record["turn"]), record["settings"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.path} line {number} is no record of this job: give another output") from error
+        if its_settings != self.settings:
+            difference = f"{self.settings_path} is missing"
+            if (known := read_json(self.settings_path)) is not None:
+                before = known["settings"]
+                names = sorted(name for name in {*before, *settings} if before.get(name) != settings.get(name))
+                difference = "; ".join(f"{name} was {before.get(name)!r}, is {settings.get(name)!r}" for name in names)
+            raise ValueError(
+                f"{self.path} holds texts of other settings ({difference}): one file holds texts of one kind; give another "
+                "output, or delete it"
+            )
+        self.records[key] = record
+
+    def append(self, records: Iterable[Mapping[str, Any]]) -> None:
+        lines = bytearray()
+        for record in records:
+            record = {**record, "settings": self.settings}
+            self.records[record["id"], record["sample"], record["turn"]] = record
+            lines += (json.dumps(record, ensure_ascii=False) + "\n").encode()
+        if self._is_local:
+            with Path(self.path).open("ab") as file:
+                file.write(lines)
+            return
+        self._content += lines
+        if time.monotonic() - self._saved_at > _SECONDS_BETWEEN_UPLOADS:
+            self.save()
+
+    def save(self) -> None:
+        """Write what the object at a URI does not hold yet; a local file holds everything."""
+        if not self._is_local and len(self._content) > self._num_saved:
+            write_bytes(self.path, bytes(self._content))
+            self._num_saved, self._saved_at = len(self._content), time.monotonic()
 
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """The outcome of a run of the job."""
-
     prompts: list[Prompt]
-    """All prompts of this run."""
     file: RecordFile
-    """All records, including those of earlier runs of the job."""
     num_kept: int
     """Number of texts of this run that earlier runs had already generated."""
     lost: list[Key] = field(default_factory=list)
     """Texts that were not generated because the prompt does not fit into the context; later turns of such a prompt
     are lost too."""
     room: int | None = None
-    """Maximum number of tokens of a prompt; None: no limit."""
     num_tokens: int = 0
-    """Number of tokens generated in this run."""
     seconds: float = 0.0
     """Time spent on generating, in seconds, without loading the model."""
 
@@ -65,29 +131,31 @@ def run(config: GenerateConfig) -> Outcome:
             vocabulary does not fit.
     """
     prompts, prompt_format = read_prompts(config.prompts, config.format, config.limit), FORMATS[config.format]
-    room = room_for_prompts(config)
+    room = room_for_prompts(config.model, config.max_new_tokens, trust_remote_code=config.trust_remote_code)
     tokenizer = load_tokenizer(config.model)
-    if config.chat == "on" and tokenizer.chat_template is None:
-        raise ValueError(f"chat = on: the tokenizer of {config.model} has no chat template")
-    is_chat = config.chat != "off" and tokenizer.chat_template is not None
+    chat = is_chat(config.chat, tokenizer, config.model)
     temperature = choose_temperature(config, tokenizer)
-    settings = settings_of(config, temperature, is_chat)
-    path = records_path(config, prompt_format)
+    path = config.output if prompt_format.export is None else f"{config.output}.records.jsonl"
     if prompt_format.export is not None and exists(config.output) and not exists(path):
         raise ValueError(f"{config.output} exists, and no {path} beside it: this job did not write it")
-    _check_that_all_is_not_lost(prompts, tokenizer, is_chat, room, config)
-    file = RecordFile(path, settings)
+    shortest = min(len(prompt_text(prompt.turns[:1], [], tokenizer, chat)[1]) for prompt in prompts)
+    if room is not None and shortest > room:
+        raise ValueError(
+            f"the shortest prompt has {shortest} tokens, and the context of {config.model} leaves room for {room} beside "
+            f"max_new_tokens = {config.max_new_tokens}"
+        )
+    file = RecordFile(path, settings_of(config, temperature, chat))
     keys = [
         (p.id, sample, turn) for p in prompts for sample in range(config.num_samples) for turn in range(len(p.turns))
     ]
     outcome = Outcome(prompts=prompts, file=file, room=room, num_kept=sum(key in file.records for key in keys))
+    by_id = {prompt.id: prompt for prompt in prompts}
     sampler: Sampler | None = None
     try:
         for turn in range(max(len(prompt.turns) for prompt in prompts)):
-            requests = _requests(outcome, turn, config, tokenizer, is_chat)
+            requests = _requests(outcome, turn, config, tokenizer, chat)
             if requests and sampler is None:
-                sampler = Sampler(config, tokenizer, temperature, () if is_chat else prompt_format.stop)
-            by_id = {prompt.id: prompt for prompt in prompts}
+                sampler = Sampler(config, tokenizer, temperature, () if chat else prompt_format.stop)
             for start in range(0, len(requests), config.batch_size):
                 assert sampler is not None
                 batch = requests[start : start + config.batch_size]
@@ -104,23 +172,20 @@ def run(config: GenerateConfig) -> Outcome:
         file.save()
     if prompt_format.export is not None:
         answered = [(p, texts) for p in prompts if (texts := outcome.texts(p, config.num_samples)) is not None]
-        content = prompt_format.export(answered, config.generator or config.model, settings_hash(settings))
+        content = prompt_format.export(answered, config.generator or config.model, file.settings)
         write_bytes(config.output, content.encode())
     return outcome
 
 
-def records_path(config: GenerateConfig, prompt_format: PromptFormat) -> str:
-    """Returns the path or URI of the records: the output, or a file beside it if the format exports another file."""
-    return config.output if prompt_format.export is None else f"{config.output}.records.jsonl"
+def is_chat(chat: str, tokenizer: PreTrainedTokenizerFast, model: str) -> bool:
+    """Return whether prompts are put into the tokenizer's chat template, by the option `chat`."""
+    if chat == "on" and tokenizer.chat_template is None:
+        raise ValueError(f"chat = on: the tokenizer of {model} has no chat template")
+    return chat != "off" and tokenizer.chat_template is not None
 
 
 def choose_temperature(config: GenerateConfig, tokenizer: PreTrainedTokenizerFast) -> TempNet | float | None:
-    """Returns the TempNet, a constant temperature, or None for greedy decoding.
-
-    Raises:
-        FileNotFoundError: if a TempNet is requested and there is none.
-        ValueError: if the TempNet was made for another vocabulary, or `tau_max_eval` is not above its τ₀.
-    """
+    """Returns the TempNet, a constant temperature, or None for greedy decoding."""
     if config.temperature == "greedy":
         return None
     if config.fixed_temperature is not None:
@@ -143,29 +208,24 @@ def choose_temperature(config: GenerateConfig, tokenizer: PreTrainedTokenizerFas
     return network
 
 
-def room_for_prompts(config: GenerateConfig) -> int | None:
-    """Returns the maximum number of tokens of a prompt, or None for a model without a maximum context length.
-
-    Raises:
-        ValueError: if `max_new_tokens` leaves no room for a prompt.
-    """
+def room_for_prompts(model: str, max_new_tokens: int, *, trust_remote_code: bool) -> int | None:
+    """Returns the maximum number of tokens of a prompt, or None for a model without a maximum context length."""
     with naming_field("model = "):
-        place = local_copy(config.model, with_weights=False)
-        model = read_config(place, trust_remote_code=config.trust_remote_code).get_text_config()
-    context: int | None = getattr(model, "max_position_embeddings", None)
+        place = local_copy(model, with_weights=False)
+        config = read_config(place, trust_remote_code=trust_remote_code).get_text_config()
+    context: int | None = getattr(config, "max_position_embeddings", None)
     if context is None:
         return None
-    if config.max_new_tokens >= context:
+    if max_new_tokens >= context:
         raise ValueError(
-            f"max_new_tokens = {config.max_new_tokens} leaves no room for a prompt: "
-            f"the context of {config.model} is {context}"
+            f"max_new_tokens = {max_new_tokens} leaves no room for a prompt: the context of {model} is {context}"
         )
-    return context - config.max_new_tokens
+    return context - max_new_tokens
 
 
-def settings_of(config: GenerateConfig, temperature: TempNet | float | None, is_chat: bool) -> dict[str, Any]:
+def settings_of(config: GenerateConfig, temperature: TempNet | float | None, chat: bool) -> dict[str, Any]:
     """Returns everything besides the prompt that decides a text, including digests of the weights."""
-    settings = {name: getattr(config, name) for name in GenerateConfig.__slots__ if name not in _NOT_SETTINGS}
+    settings = {item.name: getattr(config, item.name) for item in fields(config) if item.name not in _NOT_SETTINGS}
     settings["model"] = absolute_path(config.model)
     settings["weights"] = model_digest(config.model, trust_remote_code=config.trust_remote_code)
     if isinstance(temperature, TempNet):
@@ -173,37 +233,28 @@ def settings_of(config: GenerateConfig, temperature: TempNet | float | None, is_
         settings["tau_max_eval"] = temperature.config.tau_max_eval
     else:
         settings["temperature"] = "greedy" if temperature is None else temperature
-    return settings | {"chat": is_chat, "document_start": not is_chat}
+    return settings | {"chat": chat, "document_start": not chat}
 
 
 def prompt_text(
-    turns: Sequence[str], answers: Sequence[str], tokenizer: PreTrainedTokenizerFast, is_chat: bool
+    turns: Sequence[str], answers: Sequence[str], tokenizer: PreTrainedTokenizerFast, chat: bool
 ) -> tuple[str, list[int]]:
-    """Returns the text that the model reads before it answers the last of these turns, and its token ids.
+    """Returns the text that the model reads before it answers the last of the user's turns, and its token ids.
 
-    Without a chat template, turns and answers are joined as paragraphs of one document, which begins as in training.
-
-    Args:
-        turns: the user's messages.
-        answers: the model's answers to all of them but the last.
-        tokenizer: the model's tokenizer.
-        is_chat: whether to use its chat template.
+    `answers` are the model's answers to all turns but the last. Without a chat template, turns and answers are joined as
+    paragraphs of one document, which begins as in training.
     """
-    if is_chat:
-        messages = [{"role": "user", "content": turns[0]}]
-        for answer, turn in zip(answers, turns[1:], strict=True):
-            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
+    said = [text for pair in zip(turns, [*answers, ""], strict=True) for text in pair][:-1]
+    if chat:
+        messages = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(said)]
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         return text, tokenizer(text, add_special_tokens=False).input_ids
-    parts = [turns[0]]
-    for answer, turn in zip(answers, turns[1:], strict=True):
-        parts += [answer, turn]
-    text = "\n\n".join(parts)
+    text = "\n\n".join(said)
     return text, encode_prompt(tokenizer, text)
 
 
 def _requests(
-    outcome: Outcome, turn: int, config: GenerateConfig, tokenizer: PreTrainedTokenizerFast, is_chat: bool
+    outcome: Outcome, turn: int, config: GenerateConfig, tokenizer: PreTrainedTokenizerFast, chat: bool
 ) -> list[Request]:
     """Returns the requests of one turn that are still missing; texts whose prompt is too long are recorded as lost."""
     records, requests = outcome.file.records, []
@@ -215,7 +266,7 @@ def _requests(
                 outcome.lost.append(key)
                 continue
             answers = [records[earlier]["text"] for earlier in before]
-            text, ids = prompt_text(prompt.turns[: turn + 1], answers, tokenizer, is_chat)
+            text, ids = prompt_text(prompt.turns[: turn + 1], answers, tokenizer, chat)
             if key in records:
                 if records[key]["prompt"] != text:
                     raise ValueError(f"{outcome.file.path}: the text of id {prompt.id!r} belongs to another prompt")
@@ -224,21 +275,6 @@ def _requests(
             else:
                 requests.append(Request(key=key, prompt=text, ids=ids))
     return requests
-
-
-def _check_that_all_is_not_lost(
-    prompts: Sequence[Prompt],
-    tokenizer: PreTrainedTokenizerFast,
-    is_chat: bool,
-    room: int | None,
-    config: GenerateConfig,
-) -> None:
-    shortest = min(len(prompt_text(prompt.turns[:1], [], tokenizer, is_chat)[1]) for prompt in prompts)
-    if room is not None and shortest > room:
-        raise ValueError(
-            f"the shortest prompt has {shortest} tokens, and the context of {config.model} leaves room for {room} beside "
-            f"max_new_tokens = {config.max_new_tokens}"
-        )
 
 
 def _record(request: Request, generated: Generated, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:

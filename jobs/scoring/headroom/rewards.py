@@ -24,11 +24,11 @@ from jobs.engine.cluster import start_ray
 from jobs.engine.description import markdown_table
 from jobs.engine.identity import flatten
 from jobs.engine.tracking import resolve_uri
-from jobs.scoring.generation.processors import TemperatureRule
+from jobs.scoring.generation.sampling import TemperatureRule
 from jobs.scoring.headroom.config import RewardHeadroom
 from jobs.scoring.results import ResultRun, publish
-from jobs.scoring.reward.comparison import points
 from jobs.scoring.reward.config import RewardConfig, RewardTemperatureSection
+from jobs.scoring.reward.job import points
 from jobs.scoring.reward.plan import CONSTANTS, RewardPlan, make_plan
 from jobs.scoring.reward.rollouts import RunOrders, Temperature, work_in_pool
 from jobs.scoring.reward.trainer import RewardTrainer

@@ -25,8 +25,15 @@ from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.headroom.report import Question
 from jobs.scoring.headroom.tables import end_losses, measured_table
 from jobs.scoring.temperatures.texts import TokenReader
-from jobs.scoring.text_parts import Part, map_archives, part_files, token_arrays
-from jobs.scoring.text_sources import TextSettings, list_sources, text_options
+from jobs.scoring.text_parts import (
+    Part,
+    TextSettings,
+    list_sources,
+    map_archives,
+    part_files,
+    text_options,
+    token_arrays,
+)
 from jobs.scoring.units import Finished, to_parquet
 from jobs.tasks.base import naming_field
 from jobs.tasks.language_model.config import EndOfDocument

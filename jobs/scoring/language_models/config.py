@@ -1,16 +1,73 @@
-"""The configuration of an evaluation of language models: models, temperatures, tasks and workers."""
+"""The configuration of an evaluation of language models: models, temperatures, tasks and workers.
+
+Shapes: V vocabulary, "…" any leading dimensions.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from jobs.scoring.config import EvaluationConfig, LanguageModelPool, check_least, check_precision
-from jobs.scoring.language_models.temperatures import Temperature
+from tempnet.network import TempNet
 
 # The value in `tempnets` for a model that is to be used without a TempNet.
 NO_TEMPNET = "none"
+
+
+# Maps float32 logits (…, V) and the hidden states (…, d) that they were computed from to temperatures (…,).
+TemperatureFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Temperature:
+    """A temperature to evaluate at; it forms one column of the results for every model."""
+
+    name: str
+    """Its normal form: `one`, `fixed:0.7`, `tempnet` or `tempnet:1.5`."""
+    needs_tempnet: bool
+    value: float | None
+    """The constant temperature; or, for a TempNet, τ_max at inference, where None keeps the network's own."""
+
+    @classmethod
+    def parse(cls, text: str) -> Temperature:
+        """Parse a temperature from the command line.
+
+        Raises:
+            ValueError: naming the legal values.
+        """
+        kind, _, number = text.partition(":")
+        try:
+            value = float(number) if number else None
+        except ValueError:
+            value = -1.0
+        is_legal = value is None if kind == "one" else kind == "tempnet" or (kind == "fixed" and value is not None)
+        if not is_legal or (value is not None and not 0.0 < value < float("inf")):
+            raise ValueError(
+                f"temperature {text!r} is none of: one, fixed:VALUE, tempnet, tempnet:TAU_MAX, with positive numbers"
+            )
+        if kind == "one":
+            value = 1.0
+        name = kind if not number else f"{kind}:{value:g}"
+        return cls(name=name, needs_tempnet=kind == "tempnet", value=value)
+
+    def function(self, network: TempNet | None) -> TemperatureFunction:
+        """Returns the function that maps logits and hidden states to τ."""
+        if not self.needs_tempnet:
+            value = self.value
+            assert value is not None
+            return lambda logits, hidden: torch.full(logits.shape[:-1], value, device=logits.device)
+        assert network is not None
+        variant = copy.copy(network)  # a shallow copy: the same parameters with a configuration of its own
+        if self.value is not None:
+            variant.set_tau_max_eval(self.value)
+        return variant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,5 +140,4 @@ class EvaluateConfig(EvaluationConfig):
 
     @property
     def columns(self) -> list[Temperature]:
-        """The parsed temperatures."""
         return [Temperature.parse(text) for text in self.temperatures]

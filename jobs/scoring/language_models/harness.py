@@ -22,8 +22,8 @@ from lm_eval.tasks import TaskManager
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 
-from jobs.scoring.language_models.temperatures import Temperature, divide_
-from jobs.scoring.language_models.windows import encode_context
+from jobs.scoring.language_models.config import Temperature
+from jobs.scoring.language_models.windows import divide_, encode_context
 from jobs.tasks.base import naming_field
 from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import document_start_id
@@ -150,11 +150,7 @@ class Tasks:
         return TaskManager(include_path=self.include_path or None)
 
     def manager(self, name: str) -> TaskManager:
-        """Returns a task manager that knows the task.
-
-        Raises:
-            ValueError: if the task is unknown, with the most similar names.
-        """
+        """Returns a task manager that knows the task."""
         if name in self._own.task_index:
             return self._own
         if name in self._all.task_index:
@@ -165,11 +161,7 @@ class Tasks:
         raise ValueError(f"task {name!r} is unknown: {hint}")
 
     def data_files(self, name: str) -> list[Path]:
-        """Returns the local files that a task reads; empty for a hub data set, a group or a tag.
-
-        Raises:
-            ValueError: if a file is missing.
-        """
+        """Returns the local files that a task reads; empty for a hub data set, a group or a tag."""
         kwargs = self._local_kwargs(name)
         found: list[Path] = []
         for file in _strings((kwargs or {}).get("data_files")):
@@ -199,11 +191,7 @@ class Tasks:
 
 
 def run_task(lm: TemperedLM, tasks: Tasks, name: str, *, limit: int, num_fewshot: int) -> dict[str, float]:
-    """Evaluate one task, group or tag.
-
-    Returns:
-        `<task>/<metric>` → value; the name of a filter other than `none` is added after a dot.
-    """
+    """Evaluate one task, group or tag."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     output = simple_evaluate(
         model=lm,

@@ -1,8 +1,11 @@
-"""Turning texts into windows of tokens to score: rolling windows of a document, or a context with its last word.
+"""Texts as windows of tokens, and their negative log-likelihoods at several temperatures from one pass of the base model.
 
-A window holds the tokens that the model reads, and the targets of its last positions. The document-start token (the one
-that begins every document in training) is placed before every document and, unless this is turned off, before every
-context.
+Windows are rolling windows of a document, or a context with its last word. A window holds the tokens that the model reads,
+and the targets of its last positions. The document-start token (the one that begins every document in training) is placed
+before every document and, unless this is turned off, before every context.
+
+Softmax, τ and entropy are computed in float32 for a chunk of tokens at a time; sums are accumulated in float64.
+Shapes: B windows, T tokens, V vocabulary, N target tokens.
 """
 
 from __future__ import annotations
@@ -10,19 +13,27 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import torch
 from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 from lm_eval.utils import get_rolling_token_windows
-from transformers import PreTrainedTokenizerFast
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from jobs.scoring.language_models.config import TemperatureFunction
 from pipelines.lines import decode, lines_of
 from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import document_start_id, encode_prompt
+from tempnet.devices import input_device
+from tempnet.inference import record_hidden_states
 
+# Number of elements of a float32 chunk of logits (64 MiB).
+_CHUNK_ELEMENTS = 1 << 24
 # Maximum number of tokens in one unit of work. It is fixed, so that no figure depends on the number of workers.
 NUM_TOKENS_PER_SLICE = 1 << 15
 
@@ -36,11 +47,7 @@ class ScoredWindow:
 
 
 def read_text(path: str) -> str:
-    """Returns the content of a UTF-8 file at a path or URI.
-
-    Raises:
-        ValueError: if the file is not UTF-8, or is empty, or there is none at the URI.
-    """
+    """Returns the content of a UTF-8 file at a path or URI."""
     try:
         text = decode(Path(local_copy(path)).read_bytes())
     except UnicodeDecodeError as error:
@@ -74,7 +81,7 @@ def num_words(page: str) -> int:
 
 
 def document_windows(
-    tokenizer: PreTrainedTokenizerFast, page: str, *, max_length: int, detokenize: bool
+    tokenizer: PreTrainedTokenizerFast, page: str, max_length: int, *, detokenize: bool
 ) -> list[ScoredWindow]:
     """Returns the rolling windows of a document, in which every token is a target exactly once.
 
@@ -90,11 +97,7 @@ def document_windows(
 
 
 def read_lambada(path: str, limit: int) -> list[tuple[str, str]]:
-    """Returns (context, last word) for every line of a JSONL file with a field `text`, at most `limit` (0: all).
-
-    Raises:
-        ValueError: naming the line that cannot be read.
-    """
+    """Returns (context, last word) for every line of a JSONL file with a field `text`, at most `limit` (0: all)."""
     pairs: list[tuple[str, str]] = []
     for number, line in enumerate(lines_of(read_text(path)), start=1):
         if not line.strip():
@@ -118,7 +121,7 @@ def encode_context(tokenizer: PreTrainedTokenizerFast, text: str, *, document_st
 
 
 def pair_window(
-    tokenizer: PreTrainedTokenizerFast, context: str, continuation: str, *, max_length: int, document_start: bool
+    tokenizer: PreTrainedTokenizerFast, context: str, continuation: str, max_length: int, *, document_start: bool
 ) -> ScoredWindow:
     """Returns the window of a context and the continuation to score; one that is too long is truncated on the left.
 
@@ -155,3 +158,97 @@ def windows_digest(windows: Sequence[ScoredWindow]) -> str:
         for part in (window.inputs, window.targets):
             digest.update(np.array([len(part), *part], dtype=np.int64).tobytes())
     return digest.hexdigest()
+
+
+@dataclass(slots=True, kw_only=True)
+class Score:
+    """The score of some windows at one temperature."""
+
+    nll: float = 0.0
+    """Sum of −log p over the target tokens, in nats."""
+    num_tokens: int = 0
+    num_windows: int = 0
+    num_greedy: int = 0
+    """Number of windows in which every target has the largest logit."""
+    tau: list[np.ndarray] = field(default_factory=list)
+    """τ of the targets, as a list of arrays, window after window in the order of scoring."""
+    entropy: list[np.ndarray] = field(default_factory=list)
+    """Entropy of the same predictions at τ = 1, in nats."""
+
+
+@torch.no_grad()
+def score_windows(
+    base: PreTrainedModel,
+    windows: Sequence[ScoredWindow],
+    functions: Mapping[str, TemperatureFunction],
+    *,
+    vocab_size: int | None,
+    batch_size: int,
+) -> dict[str, Score]:
+    """Score windows at each of several temperatures."""
+    scores = {name: Score() for name in functions}
+    # sorted by length, so that batches need little padding
+    order = sorted(windows, key=lambda window: -len(window.inputs))
+    for at in range(0, len(order), batch_size):
+        _score_batch(base, order[at : at + batch_size], functions, scores, vocab_size)
+    return scores
+
+
+def _score_batch(
+    base: PreTrainedModel,
+    windows: Sequence[ScoredWindow],
+    functions: Mapping[str, TemperatureFunction],
+    scores: dict[str, Score],
+    vocab_size: int | None,
+) -> None:
+    device = input_device(base)
+    # Padding on the right needs no mask: the model is causal, and no position after the end of a window is scored.
+    inputs = pad_sequence([torch.tensor(window.inputs) for window in windows], batch_first=True).to(device)
+    length = inputs.shape[1]
+    with record_hidden_states(base) as seen:
+        logits = base(input_ids=inputs, use_cache=False).logits.flatten(0, 1)  # (B·T, V)
+    hidden = seen[-1].flatten(0, 1)
+    positions = [
+        row * length + column
+        for row, window in enumerate(windows)
+        for column in range(len(window.inputs) - len(window.targets), len(window.inputs))
+    ]
+    owners = [row for row, window in enumerate(windows) for _ in window.targets]
+    targets = [target for window in windows for target in window.targets]
+    num_missed = torch.zeros(len(windows), dtype=torch.long, device=device)
+    num_rows = num_rows_a_chunk(logits.shape[-1])
+    for begin in range(0, len(positions), num_rows):
+        chunk = slice(begin, begin + num_rows)
+        places = torch.tensor(positions[chunk], device=device)
+        rows, states = logits[places][:, :vocab_size].float(), hidden[places.to(hidden.device)].to(device)
+        target = torch.tensor(targets[chunk], device=device)
+        num_missed.index_add_(0, torch.tensor(owners[chunk], device=device), (rows.argmax(-1) != target).long())
+        log_probs = torch.log_softmax(rows, dim=-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1).cpu().numpy()
+        for name, function in functions.items():
+            tau = function(rows, states)
+            scaled = rows / tau.unsqueeze(-1)
+            nll = torch.logsumexp(scaled, -1) - scaled.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+            score = scores[name]
+            score.nll += float(nll.double().sum())
+            score.tau.append(tau.cpu().numpy())
+            score.entropy.append(entropy)
+    for score in scores.values():
+        score.num_tokens += len(targets)
+        score.num_windows += len(windows)
+        score.num_greedy += int((num_missed == 0).sum())
+
+
+def num_rows_a_chunk(vocab_size: int) -> int:
+    """Returns the number of rows of logits to hold in float32 at a time."""
+    return max(1, _CHUNK_ELEMENTS // vocab_size)
+
+
+@torch.no_grad()
+def divide_(logits: Tensor, hidden: Tensor, function: TemperatureFunction) -> Tensor:
+    """Divide float32 logits (B, T, V) of hidden states (B, T, d) by τ in place, a chunk of tokens at a time."""
+    size = num_rows_a_chunk(logits.shape[-1])
+    chunks = logits.view(-1, logits.shape[-1]).split(size), hidden.flatten(0, 1).split(size)
+    for chunk, states in zip(*chunks, strict=True):
+        chunk.div_(function(chunk, states.to(chunk.device)).unsqueeze(-1))
+    return logits

@@ -5,42 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal
 
-from jobs.scoring.config import check_precision
+from jobs.scoring.config import check_least
+from jobs.scoring.generation.config import LocalModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlaygroundConfig:
+class PlaygroundConfig(LocalModel):
     """The model, its TempNet, and the port of the page."""
 
-    model: str
-    """Directory, URI or hub name of a Transformers causal LM, such as an export of training (with `tempnet/` in it)."""
-    tempnet: str = ""
-    """Directory, URI or hub name of the TempNet. Default: the one beside the model."""
     port: int = 8765
     """Port on 127.0.0.1 at which the page is served; 0: any that is free."""
     max_new_tokens: int = 256
     """Maximum number of new tokens that the page may ask for."""
-    dtype: Literal["float32", "bfloat16", "float16", "int8", "fp8"] = "float32"
-    """Data type of the base model; int8, fp8: weights in eight bits, products in bfloat16, by torchao.
-    A TempNet always computes in float32."""
-    device: str = "auto"
-    """PyTorch device: cpu, cuda, cuda:1, …; auto: a GPU if there is one, else the CPU."""
-    device_map: Literal["auto"] | None = None
-    """auto: spread the model over all GPUs of this machine, layer by layer, and over the CPU's memory if they are too
-    small. None: the model is on `device`."""
-    trust_remote_code: bool = False
-    """Allow Transformers to run code that is shipped with the model."""
 
     def __post_init__(self) -> None:
+        LocalModel.__post_init__(self)
         if not 0 <= self.port < 65536:
             raise ValueError(f"port = {self.port} must lie between 0 and 65535")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens = {self.max_new_tokens} must be at least 1")
-        check_precision("dtype", self.dtype)
-        if self.device_map and self.device != "auto":
-            raise ValueError(f"device_map = {self.device_map} chooses the devices: leave out device = {self.device}")
+        check_least(self, max_new_tokens=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +44,7 @@ class Settings:
     """Random seed."""
 
     def __post_init__(self) -> None:
-        if self.num_tokens < 1:
-            raise ValueError(f"num_tokens = {self.num_tokens} must be at least 1")
+        check_least(self, num_tokens=1)
         for name in ("tau_max", "constant"):
             value = getattr(self, name)
             if not (0.0 < value <= 100.0 and math.isfinite(value)):

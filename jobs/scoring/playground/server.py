@@ -1,4 +1,5 @@
-"""Serve the page and stream tokens to it, on the loopback interface only.
+"""Serve a page that generates three texts side by side, one token at a time: at predicted temperatures, at a constant one,
+and by min-p. It is served on the loopback interface only.
 
     GET /                the page
     GET /about           JSON: the name of the model, its τ_max and the maximum number of tokens
@@ -7,14 +8,17 @@
 The standard library is enough for one person. A request that names another host is refused, so that no website can
 read the model through a name that leads to this machine; and so is one that another site's page has made, which could not
 read the answer, but would have the model compute. A connection that sends nothing is closed.
+
+Shapes: 3 texts, V effective vocabulary.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Generator
-from dataclasses import asdict
+import math
+import threading
+from collections.abc import Generator, Iterator
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,21 +26,116 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from jobs.scoring.generation.sampling import load_model
 from jobs.scoring.playground.config import PlaygroundConfig, Settings
-from jobs.scoring.playground.streams import Playground
+from jobs.tasks.base import naming_field
+from pipelines.local_copy import local_copy
+from pipelines.text.tokenization import added_text, encode_prompt, load_tokenizer
+from tempnet.devices import input_device
+from tempnet.inference import check_prompts, end_ids
+from tempnet.loading import check_vocabulary, load_tempnet
+from tempnet.network import TempNet
+from tempnet.serving.batch import BatchTemperatures
 
 HOST = "127.0.0.1"
 _PAGE = Path(__file__).with_name("page.html")
 # The page loads nothing from anywhere: its styles and its script are in it.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+TEXTS = ("tempnet", "constant", "min_p")
+NUM_ALTERNATIVES = 8
+"""Number of most likely next tokens that the page shows for every token."""
+Token = dict[str, Any]
+"""What a token adds to the text, the τ that it was drawn at (1 for min-p), and the entropy in nats and the most likely tokens
+of the distribution that it was drawn from."""
+
+
+class Playground:
+    """A model and its TempNet, which serve one request at a time."""
+
+    def __init__(self, base: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tempnet: TempNet) -> None:
+        check_vocabulary(base, tempnet)
+        self.base, self.tokenizer = base, tokenizer
+        self.temperatures = BatchTemperatures(tempnet, input_device(base))
+        self._ends = set(end_ids(base, tokenizer))
+        self._lock = threading.Lock()
+
+    @classmethod
+    def load(cls, config: PlaygroundConfig) -> Playground:
+        """Load model, tokenizer and TempNet."""
+        with naming_field("model = "):
+            place = local_copy(config.model)
+        with naming_field("tempnet = " if config.tempnet else "model = "):
+            tempnet = load_tempnet(local_copy(config.tempnet) if config.tempnet else place)
+        return cls(load_model(config), load_tokenizer(place, needs_eos=False), tempnet)
+
+    def generate(self, settings: Settings) -> Iterator[dict[str, Token]]:
+        """Yield the next token of every text that has not ended, by the name of the text (`TEXTS`)."""
+        ids = encode_prompt(self.tokenizer, settings.prompt)
+        tokens = torch.tensor([ids] * len(TEXTS), device=self.temperatures.device)
+        check_prompts(self.base, tokens, None, settings.num_tokens)
+        return self._steps(tokens, settings)
+
+    def _steps(self, tokens: Tensor, settings: Settings) -> Iterator[dict[str, Token]]:
+        generators = [torch.Generator().manual_seed(settings.seed) for _ in TEXTS]
+        running, written = set(range(len(TEXTS))), tokens.tolist()
+        cache: Any = None
+        # One request at a time: a second one would only make both slow. A page that is closed ends its generator.
+        with self._lock:
+            for _ in range(settings.num_tokens):
+                with torch.inference_mode():
+                    output = self.base(input_ids=tokens, past_key_values=cache, use_cache=True)
+                cache = output.past_key_values
+                log_probabilities, tau = self._distributions(output.logits[:, -1], settings)
+                drawn = [
+                    int(torch.multinomial(row.exp(), 1, generator=generator))
+                    for row, generator in zip(log_probabilities, generators, strict=True)
+                ]
+                tokens = torch.tensor(drawn, device=self.temperatures.device).unsqueeze(-1)
+                running -= {text for text in running if drawn[text] in self._ends}
+                if not running:
+                    return
+                made = {}
+                for text in sorted(running):
+                    written[text].append(drawn[text])
+                    made[TEXTS[text]] = self._token(written[text], log_probabilities[text], float(tau[text]))
+                yield made
+
+    @torch.inference_mode()
+    def _distributions(self, logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+        """Return the logarithms (3, V) of the distributions that tokens are drawn from, on the CPU, and their τ (3,)."""
+        logits = logits[:, : self.temperatures.vocab_size].float()
+        tau = self.temperatures.predict(logits[:1], torch.tensor([settings.tau_max], device=logits.device))
+        tau = torch.cat([tau, tau.new_tensor([settings.constant, 1.0])])
+        made = torch.log_softmax(logits / tau.unsqueeze(-1), dim=-1)
+        if settings.min_p > 0.0:
+            too_small = made[2] < made[2].amax() + math.log(settings.min_p)
+            made[2] = torch.log_softmax(made[2].masked_fill(too_small, -math.inf), dim=-1)
+        return made.cpu(), tau.cpu()
+
+    def _token(self, written: list[int], log_probabilities: Tensor, tau: float) -> Token:
+        probabilities = log_probabilities.exp()
+        top = probabilities.topk(min(NUM_ALTERNATIVES, len(probabilities)))
+        alternatives = [(int(index), float(value)) for value, index in zip(*top, strict=True) if value > 0.0]
+        return {
+            "text": added_text(self.tokenizer, written[:-1], written[-1]),
+            "tau": tau,
+            "entropy": float(torch.special.entr(probabilities).sum()),
+            "alternatives": [
+                (
+                    added_text(self.tokenizer, written[:-1], token) or str(self.tokenizer.decode([token])),
+                    round(value, 6),
+                )
+                for token, value in alternatives
+            ],
+        }
 
 
 def make_server(config: PlaygroundConfig, playground: Playground) -> ThreadingHTTPServer:
-    """Return a server that is bound to its port and not started; `server_port` is the port.
-
-    Raises:
-        OSError: if the port is taken.
-    """
+    """Return a server that is bound to its port and not started; `server_port` is the port."""
     try:
         return ThreadingHTTPServer((HOST, config.port), partial(_Handler, config, playground))
     except OSError as error:
@@ -56,7 +155,6 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*arguments)
 
     def do_GET(self) -> None:
-        """Answer a request."""
         address = urlsplit(self.path)
         host = (self.headers.get("Host") or "").rsplit(":", 1)[0]
         if host not in (HOST, "localhost"):
@@ -107,7 +205,7 @@ class _Handler(BaseHTTPRequestHandler):
             yield "refused", str(error)
             return
         for tokens in steps:
-            yield "tokens", {name: asdict(token) for name, token in tokens.items()}
+            yield "tokens", tokens
         yield "end", {}
 
     def log_message(self, format: str, *arguments: Any) -> None:

@@ -21,9 +21,9 @@ from jobs.engine.identity import recorded_values
 from jobs.engine.masking import masked
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.generation.formats import FORMATS, Prompt, read_prompts
-from jobs.scoring.generation.job import prompt_text, room_for_prompts
+from jobs.scoring.generation.job import is_chat, prompt_text, room_for_prompts
 from jobs.scoring.reward.config import RewardConfig
-from jobs.scoring.verifiers.panel import Panel
+from jobs.scoring.verifiers.verifier import Panel
 from jobs.tasks.base import naming_field
 from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import load_tokenizer
@@ -32,32 +32,24 @@ from tempnet.loading import load_tempnet
 from tempnet.network import TempNet
 from tempnet.network_config import TempNetConfig
 
-_WIDTH = 14
-# Copies of the logits of a token that the gradient, or a draw, holds at once: logits, logits/τ, probabilities, products.
-_NUM_COPIES = 4
-# Numbers per token and hidden unit that a layer without a graph holds: queries, keys, values, the four of the MLP, residuals.
-_NUM_PER_UNIT = 10
 NUM_TOKENS_AT_A_TIME = 512
 """Tokens whose logits a worker holds at a time: for V = 50 000, 100 MB in float32 for each of the few copies."""
 CONSTANTS = (1.0, 0.85, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.05, 1.2, 1.5)
-"""The constants to choose from."""
 ROUNDS = ((len(CONSTANTS), 1), (5, 2), (2, 5))
 """Rounds of a choice: how many temperatures are left in it, and how many steps' worth of texts each of them gets."""
 _NUM_COMPARED = 5  # temperatures that the verdict compares
 _NUM_TEXTS_OF_VERDICT, _MAX_GROUPS_OF_VERDICT = 1024, 8
-_GOAL_SHARES = (0.28, 0.4, 0.57)
+_GOAL_SHARES = (0.28, 0.4, 0.57)  # of the steps; the goal of the divergence is then 1/8, 1/4 and 1/2 of the largest
 _LEAST_SHARE_OF_START = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A prompt as the model reads it."""
+    """A prompt as the model reads it: in the chat template if there is one, and as tokens."""
 
     prompt: Prompt
     text: str
-    """The text of the prompt, in the chat template if there is one."""
     ids: tuple[int, ...]
-    """Its tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +63,9 @@ class RewardPlan:
     held_out: tuple[Question, ...]
     """The prompts that nothing is learned from; the verdict is about them. If empty: about the training prompts."""
     num_too_long: int
-    """Number of prompts, of both kinds, that do not, which are left out."""
+    """Number of prompts, of both kinds, that are left out because they leave no room."""
     network: TempNetConfig
-    """Configuration of the TempNet."""
     stop: tuple[str, ...]
-    """Strings that end a text."""
     record: dict[str, Any]
     """Everything that decides the result, as plain values: the fields, and digests of the model and the prompts."""
     records_entropy: bool = False
@@ -88,8 +78,19 @@ class RewardPlan:
 
     @property
     def generation(self) -> GenerateConfig:
-        """The configuration of generation, which is that of `jobs.generate` with the same model and TempNet."""
-        return dataclasses.replace(_generation(self.config), entropy=self.records_entropy)
+        """What the sampler reads of a configuration of `jobs.generate`."""
+        config = self.config
+        return GenerateConfig(
+            model=config.model,
+            prompts=config.prompts,
+            output="unused",
+            max_new_tokens=config.max_new_tokens,
+            seed=config.seed,
+            dtype=config.dtype,
+            device="cuda" if config.workers.use_gpu else "cpu",
+            trust_remote_code=config.trust_remote_code,
+            entropy=self.records_entropy,
+        )
 
     def places_of_step(self, step: int) -> list[tuple[int, int]]:
         """Return which questions a step asks, and which samples of them: the place, and the number of the first sample.
@@ -98,9 +99,8 @@ class RewardPlan:
         A question that a step asks more than once has other samples every time.
         """
         size, number = len(self.questions), self.config.prompts_per_step
-        first = step * number
         places = []
-        for position in range(first, first + number):
+        for position in range(step * number, (step + 1) * number):
             order = list(range(size))
             random.Random(f"{self.config.seed}/order/{position // size}").shuffle(order)
             places.append(order[position % size])
@@ -118,7 +118,7 @@ class RewardPlan:
 
     @property
     def goal_steps(self) -> tuple[int, ...]:
-        """The steps after which the weights are kept: at 1/8, 1/4 and 1/2 of the largest divergence, and at the end."""
+        """The steps after which the weights are kept, the last one among them."""
         number = self.config.num_steps
         return tuple(sorted({*(max(1, round(share * number)) for share in _GOAL_SHARES), number}))
 
@@ -127,31 +127,27 @@ def make_plan(config: RewardConfig) -> RewardPlan:
     """Check a configuration against the model, the prompts, the verifier and the TempNet to start from.
 
     Raises:
-        OSError: if a file is missing.
-        ValueError: if they do not fit together; the message names the field, the value and what is legal.
+        ValueError, OSError: naming the field, the value and what is legal.
     """
     config = with_absolute_paths(config)
     config = dataclasses.replace(config, storage=config.run.resolved_storage)
-    prompts = read_prompts(config.prompts, config.format, config.limit)
-    prompts, held_out = _hold_out(config, prompts)
+    prompts, held_out = _hold_out(config, read_prompts(config.prompts, config.format, config.limit))
     with naming_field("model = "):
         place = local_copy(config.model, with_weights=False)
         base = read_config(place, trust_remote_code=config.trust_remote_code).get_text_config()
     with naming_field("model: "):
         tokenizer = load_tokenizer(config.model)
-    if config.chat == "on" and tokenizer.chat_template is None:
-        raise ValueError(f"chat = on: the tokenizer of {config.model} has no chat template")
-    is_chat = config.chat != "off" and tokenizer.chat_template is not None
-    fitting = _fitting("prompts", config, [_question(prompt, tokenizer, is_chat) for prompt in prompts])
-    new = [_question(prompt, tokenizer, is_chat) for prompt in held_out]
-    measured = _fitting("held_out_prompts" if config.held_out_prompts else "prompts", config, new) if new else ()
+    chat = is_chat(config.chat, tokenizer, config.model)
+    fitting = _fitting("prompts", config, prompts, tokenizer, chat)
+    field = "held_out_prompts" if config.held_out_prompts else "prompts"
+    measured = _fitting(field, config, held_out, tokenizer, chat) if held_out else ()
     plan = RewardPlan(
         config=config,
         questions=fitting,
         held_out=measured,
         num_too_long=len(prompts) + len(held_out) - len(fitting) - len(measured),
         network=config.temperature.network_config(len(tokenizer), base.hidden_size),
-        stop=() if is_chat else FORMATS[config.format].stop,
+        stop=() if chat else FORMATS[config.format].stop,
         record={
             **recorded_values(config),
             "model_digest": model_digest(config.model, trust_remote_code=config.trust_remote_code),
@@ -176,11 +172,8 @@ def _hold_out(config: RewardConfig, prompts: list[Prompt]) -> tuple[list[Prompt]
         number = int(config.held_out_share * len(prompts))
         order = list(range(len(prompts)))
         random.Random(f"{config.seed}/held-out").shuffle(order)
-        chosen = set(order[:number]) if number > 1 else set()
-        return (
-            [prompt for place, prompt in enumerate(prompts) if place not in chosen],
-            [prompt for place, prompt in enumerate(prompts) if place in chosen],
-        )
+        chosen = sorted(order[:number] if number > 1 else [])
+        return [prompts[place] for place in sorted({*order} - {*chosen})], [prompts[place] for place in chosen]
     with naming_field("held_out_prompts: "):
         held_out = read_prompts(config.held_out_prompts, config.format, 0)
     known = {prompt.turns for prompt in prompts}
@@ -192,14 +185,13 @@ def _hold_out(config: RewardConfig, prompts: list[Prompt]) -> tuple[list[Prompt]
     return prompts, held_out
 
 
-def _question(prompt: Prompt, tokenizer: PreTrainedTokenizerFast, is_chat: bool) -> Question:
-    text, ids = prompt_text(prompt.turns, [], tokenizer, is_chat)
-    return Question(prompt=prompt, text=text, ids=tuple(ids))
-
-
-def _fitting(field: str, config: RewardConfig, questions: Sequence[Question]) -> tuple[Question, ...]:
+def _fitting(
+    field: str, config: RewardConfig, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerFast, chat: bool
+) -> tuple[Question, ...]:
     """Return the questions that leave room for the new tokens; the field is that of their file."""
-    room = room_for_prompts(_generation(config))
+    room = room_for_prompts(config.model, config.max_new_tokens, trust_remote_code=config.trust_remote_code)
+    asked = [(prompt, *prompt_text(prompt.turns, [], tokenizer, chat)) for prompt in prompts]
+    questions = [Question(prompt=prompt, text=text, ids=tuple(ids)) for prompt, text, ids in asked]
     fitting = tuple(question for question in questions if room is None or len(question.ids) <= room)
     if not fitting:
         raise ValueError(
@@ -210,12 +202,16 @@ def _fitting(field: str, config: RewardConfig, questions: Sequence[Question]) ->
     return fitting
 
 
-def make_network(plan: RewardPlan) -> TempNet:
-    """Return the TempNet of the first step, in eval mode, in which it has no dropout.
+def _questions_digest(questions: tuple[Question, ...]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for question in questions:
+        content = [question.prompt.id, question.text, dict(question.prompt.fields)]
+        digest.update(json.dumps(content, sort_keys=True).encode())
+    return digest.hexdigest()
 
-    Raises:
-        ValueError: if that of `temperature.path` has another configuration.
-    """
+
+def make_network(plan: RewardPlan) -> TempNet:
+    """Return the TempNet of the first step, in eval mode, in which it has no dropout."""
     path = plan.config.temperature.path
     if not path:
         with torch.random.fork_rng(devices=[]):
@@ -237,8 +233,7 @@ def make_network(plan: RewardPlan) -> TempNet:
 def start_at(network: TempNet, tau: float) -> dict[str, Tensor]:
     """Let the temperatures of a new TempNet begin near a constant, which is moved into its range.
 
-    Returns:
-        the weights of the network that gives this constant to every token.
+    Returns the weights of the network that gives this constant to every token.
     """
     config = network.config
     share = (tau - config.tau_min) / (config.tau_max - config.tau_min)
@@ -262,42 +257,21 @@ def refer_to_base(plan: RewardPlan) -> BaseReference:
     return BaseReference(path=plan.config.model, digest=base_digest(place))
 
 
-def _generation(config: RewardConfig) -> GenerateConfig:
-    return GenerateConfig(
-        model=config.model,
-        prompts=config.prompts,
-        output="unused",
-        format=config.format,
-        temperature="tempnet",
-        max_new_tokens=config.max_new_tokens,
-        seed=config.seed,
-        batch_size=config.prompts_at_a_time * config.group_size,
-        chat=config.chat,
-        dtype=config.dtype,
-        device="cuda" if config.workers.use_gpu else "cpu",
-        trust_remote_code=config.trust_remote_code,
-        entropy=False,
-    )
-
-
-def _questions_digest(questions: tuple[Question, ...]) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for question in questions:
-        content = [question.prompt.id, question.text, dict(question.prompt.fields)]
-        digest.update(json.dumps(content, sort_keys=True).encode())
-    return digest.hexdigest()
-
-
 def describe_plan(plan: RewardPlan, tracking_uri: str) -> str:
-    """Return the plan as lines of name and text.
-
-    Args:
-        plan: the plan.
-        tracking_uri: address of MLflow; empty if the run is not logged.
-    """
+    """Return the plan as lines of name and text; without a tracking URI the run is not logged."""
     config, leash = plan.config, plan.config.leash
-    num_texts = config.prompts_per_step * config.group_size
-    num_training, num_beside = config.num_steps * num_texts, num_measured_texts(plan)
+    with torch.device("meta"):
+        base: Any = AutoModelForCausalLM.from_config(
+            read_config(local_copy(config.model, with_weights=False), trust_remote_code=config.trust_remote_code),
+            trust_remote_code=config.trust_remote_code,
+        )
+        network = TempNet(plan.network)
+    num_training = config.num_steps * config.prompts_per_step * config.group_size
+    num_batches = sum(
+        min(left, number) * each for number in (len(CONSTANTS), 1 + len(plan.goal_steps)) for left, each in ROUNDS
+    )
+    num_groups = num_batches * config.prompts_per_step + _NUM_COMPARED * len(plan.places_of_verdict())
+    num_beside = num_groups * config.group_size
     longest = max(len(question.ids) for question in plan.questions)
     most = (num_training + num_beside) * config.max_new_tokens
     most_kl = f"{leash.allowance:g} × −log of the reward there"
@@ -307,8 +281,8 @@ def describe_plan(plan: RewardPlan, tracking_uri: str) -> str:
     where = "1 GPU" if config.workers.use_gpu else f"{config.workers.cpus_per_worker:g} CPUs"
     rows = {
         "run": f"{config.name} in {config.run.directory}",
-        "model": f"{config.model}, {_shapes(plan)['parameters']:,} parameters in {config.dtype}, frozen",
-        "TempNet": f"{_count(plan):,} parameters, reads {plan.config.temperature.input}",
+        "model": f"{config.model}, {base.num_parameters():,} parameters in {config.dtype}, frozen",
+        "TempNet": f"{sum(value.numel() for value in network.parameters()):,} parameters, reads {config.temperature.input}",
         "prompts": f"{_describe_questions(plan.questions)}; {plan.num_too_long} too long and left out",
         "held out": f"{_describe_questions(plan.held_out)}; the verdict is about them"
         if plan.held_out
@@ -322,63 +296,29 @@ def describe_plan(plan: RewardPlan, tracking_uri: str) -> str:
         f"λ is {'found' if leash.reset_steps else 'fixed'}, first {leash.weight:g}; of the weights "
         f"after steps 0, {goals} the best are kept",
         "workers": f"{config.workers.num_workers} × {where}, {config.prompts_at_a_time} prompts at a time",
-        "memory": _describe_memory(plan),
+        "memory": f"about {describe_memory(_memory(plan, base))}",
         "MLflow": masked(tracking_uri) or "off",
     }
-    return "\n".join(f"{name:<{_WIDTH}}{text}" for name, text in rows.items())
+    return "\n".join(f"{name:<14}{text}" for name, text in rows.items())
 
 
-def num_measured_texts(plan: RewardPlan) -> int:
-    """Return the number of texts that nothing is learned from."""
-    config = plan.config
-    num_batches = sum(
-        min(left, number) * each for number in (len(CONSTANTS), _num_goals(plan)) for left, each in ROUNDS
-    )
-    num_groups = num_batches * config.prompts_per_step + _NUM_COMPARED * len(plan.places_of_verdict())
-    return num_groups * config.group_size
-
-
-def _num_goals(plan: RewardPlan) -> int:
-    return 1 + len(plan.goal_steps)
-
-
-def _describe_memory(plan: RewardPlan) -> str:
-    """Return the memory of a worker at its peak, by arithmetic: the process, weights, keys and values, and logits."""
-    config, shapes = plan.config, _shapes(plan)
+def _memory(plan: RewardPlan, base: Any) -> dict[str, float]:
+    """Return the bytes of a worker at its peak, by arithmetic."""
+    config, text = plan.config, base.config.get_text_config()
     size = getattr(torch, config.dtype).itemsize
     num_texts = config.prompts_at_a_time * config.group_size
     num_tokens = num_texts * (max(len(question.ids) for question in plan.asked) + config.max_new_tokens)
-    items = {
-        "process": PROCESS_BYTES[config.workers.use_gpu],
-        "weights": shapes["parameters"] * size,
-        "keys and values": 2 * shapes["layers"] * shapes["key_width"] * num_tokens * size,
-        "a layer": _NUM_PER_UNIT * shapes["hidden"] * num_tokens * size,
-        "logits": _NUM_COPIES * max(NUM_TOKENS_AT_A_TIME, num_texts) * plan.network.input_size * 4,
-    }
-    return f"about {describe_memory(items)}"
-
-
-def _shapes(plan: RewardPlan) -> dict[str, int]:
-    """Return the number of parameters, layers, hidden units, and of keys of a token in a layer."""
-    remote = plan.config.trust_remote_code
-    place = local_copy(plan.config.model, with_weights=False)
-    config: Any = read_config(place, trust_remote_code=remote)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=remote)
-    text = config.get_text_config()
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    num_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    key_width = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head_size
     return {
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "layers": text.num_hidden_layers,
-        "hidden": text.hidden_size,
-        "key_width": num_heads * head_size,
+        "process": PROCESS_BYTES[config.workers.use_gpu],
+        "weights": base.num_parameters() * size,
+        "keys and values": 2 * text.num_hidden_layers * key_width * num_tokens * size,
+        # queries, keys, values, the four of the MLP, residuals
+        "a layer": 10 * text.hidden_size * num_tokens * size,
+        # logits, logits/τ, probabilities, products
+        "logits": 4 * max(NUM_TOKENS_AT_A_TIME, num_texts) * plan.network.input_size * 4,
     }
-
-
-def _count(plan: RewardPlan) -> int:
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in TempNet(plan.network).parameters())
 
 
 def _describe_questions(questions: tuple[Question, ...]) -> str:

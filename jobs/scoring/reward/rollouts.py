@@ -2,6 +2,12 @@
 
 A worker's answer depends on its order alone: every text has a random stream of its own, keyed by the seed, the prompt, the
 number of the sample and the step. Which worker does it, and how often, changes nothing.
+
+For the gradient the base reads the texts once, without a graph. What a token's gradient needs of its logits are three
+numbers (`tempnet.reward`); the graph of the TempNet is built for some tokens at a time, so that memory does not grow with
+the texts.
+
+Shapes: B texts, T new tokens of the longest text, N new tokens of all texts, d hidden size.
 """
 
 from __future__ import annotations
@@ -14,26 +20,35 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 import torch
 from ray.exceptions import RayTaskError
 from ray.util import ActorPool
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
 from jobs.engine.worker import CPU_ENVIRONMENT
-from jobs.scoring.generation.processors import TemperatureRule
-from jobs.scoring.generation.sampling import Generated, Request, Sampler
-from jobs.scoring.reward.learning import GroupRewards, Learner, Rollout
-from jobs.scoring.reward.plan import RewardPlan, make_network
-from jobs.scoring.verifiers.panel import Judgement, Panel
-from jobs.scoring.verifiers.verifier import Sample
+from jobs.scoring.generation.sampling import Generated, Request, Sampler, TemperatureRule
+from jobs.scoring.reward.plan import NUM_TOKENS_AT_A_TIME, RewardPlan, make_network
+from jobs.scoring.verifiers.verifier import Panel, Sample
 from pipelines.actor_start import wait_until_started
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.inference import can_fold
 from tempnet.intervals import Interval, mean_interval
-from tempnet.reward import distinct_reward
+from tempnet.models.output_head import find_output_head
+from tempnet.network import TempNet
+from tempnet.reward import (
+    TokenStatistics,
+    distinct_advantages,
+    distinct_reward,
+    leave_one_out,
+    surrogate_loss,
+    token_advantages,
+    token_statistics,
+)
 
 Temperature = dict[str, Tensor] | TemperatureRule | float
 """Weights of the TempNet, a rule, or a constant."""
@@ -52,37 +67,28 @@ class Order:
     places: tuple[tuple[int, int], ...]
     """Places of the questions among all that may be asked, each with the number of its first sample."""
     temperature: Temperature
-    """What gives every token its temperature."""
     kl_weight: float | None = None
     """λ; None: nothing is learned, and no gradient computed."""
     reference: float = 1.0
     """The constant temperature that the divergence is measured from."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSums:
+class GroupSums(NamedTuple):
     """What came of one group of texts: sums over those with a reward."""
 
     place: int
-    """Place of the question among all that may be asked."""
     texts: int
-    """Number of texts with a reward."""
     reward: float
-    """Sum of their rewards."""
     distinct: float
     """Sum over distinct answers of their best reward."""
     tokens: float
-    """Number of their tokens."""
     kl: float
-    """Divergence of their tokens, in nats."""
     tau: float
-    """Temperatures of their tokens."""
     tau_square: float
-    """Squares of these."""
-    entropy: float = 0.0
-    """Entropies of their tokens at τ = 1, in nats, if the plan has them measured."""
-    taus: tuple[float, ...] = ()
-    """Some of the temperatures that a TempNet gave their tokens."""
+    entropy: float
+    """Entropies of the tokens at τ = 1, in nats, if the plan has them measured."""
+    taus: tuple[float, ...]
+    """Some of the temperatures that a TempNet gave the tokens."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,10 +102,8 @@ class Answer:
     failures: Counter[str] = field(default_factory=Counter)
     """Number of texts lost to the verifier, by reason."""
     first_failure: str = ""
-    """What the first failure says."""
 
     def add(self, other: Answer) -> None:
-        """Add another answer to this one."""
         for name, value in other.gradient.items():
             self.gradient[name] = self.gradient[name] + value if name in self.gradient else value
         self.groups += other.groups
@@ -142,12 +146,119 @@ RunOrders = Callable[[Sequence[Order]], list[Answer]]
 """Carries out orders, and returns their answers in the same order."""
 
 
-class RolloutWorker:
-    """The base model, the TempNet and the verifier of one process.
+class _Tokens(NamedTuple):
+    """The new tokens of a batch, one after the other: (N,), with the hidden states (N, d) that they are drawn from."""
 
-    Raises:
-        ValueError: if the model does not fit the TempNet, or there is no such device.
-    """
+    ids: Tensor
+    hidden: Tensor
+    rows: Tensor
+    """The text of each token."""
+    columns: Tensor
+    """Its place among the new tokens of the text."""
+
+
+class Learner:
+    """Computes gradients for a base model and its TempNet, both on one device; the base gets none."""
+
+    def __init__(self, base: PreTrainedModel, network: TempNet) -> None:
+        self._base, self._network = base, network
+        head = find_output_head(base)
+        if head is None:
+            raise ValueError(
+                f"model = {base.name_or_path}: its logits are not computed from the last hidden state in a way that is "
+                "known, and the gradient of its temperatures needs that state"
+            )
+        self._head = head
+
+    def gradient(
+        self,
+        requests: Sequence[Request],
+        texts: Sequence[Generated],
+        advantages: Sequence[tuple[list[int], Tensor]],
+        kl_weight: float,
+        reference: float,
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the sum over texts of the gradient of −(advantage·log p − λ·KL), and what :meth:`measure` returns.
+
+        Args:
+            requests: what was asked for.
+            texts: the texts (B,), drawn at the temperatures of the TempNet as it is.
+            advantages: for every group, the places of its texts in the batch and their advantages.
+            kl_weight: λ.
+            reference: the constant temperature that the divergence is measured from.
+        """
+        tokens = self._read(requests, texts)
+        statistics, tau = self._statistics(tokens, None, reference)
+        kl = statistics.kl.new_zeros(len(texts), int(tokens.columns.max()) + 1)  # (B, T)
+        kl[tokens.rows, tokens.columns] = statistics.kl
+        weights, is_valid = torch.zeros_like(kl), torch.zeros(len(texts), dtype=torch.bool, device=kl.device)
+        for places, values in advantages:
+            weights[places] = token_advantages(values.to(kl), kl[places], kl_weight)
+            is_valid[places] = True
+        self._network.zero_grad()
+        for part in is_valid[tokens.rows].nonzero().squeeze(-1).split(NUM_TOKENS_AT_A_TIME):
+            found = TokenStatistics(statistics.score[part], statistics.kl[part], statistics.kl_slope[part])
+            weight = weights[tokens.rows[part], tokens.columns[part]]
+            surrogate_loss(self._tau(tokens.hidden[part]), found, weight, kl_weight).backward()
+        gradient = {
+            name: (torch.zeros_like(value) if value.grad is None else value.grad).cpu()
+            for name, value in self._network.named_parameters()
+        }
+        return gradient, _sums(tokens, statistics.kl, tau, len(texts))
+
+    def measure(self, requests: Sequence[Request], texts: Sequence[Generated], reference: float) -> Tensor:
+        """Return the sums of 1, divergence, τ and τ² over the tokens of texts that were drawn at their τ: (B, 4)."""
+        tokens = self._read(requests, texts)
+        given = torch.tensor([value for text in texts for value in text.tau or ()], device=tokens.ids.device)
+        statistics, tau = self._statistics(tokens, given, reference)
+        return _sums(tokens, statistics.kl, tau, len(texts))
+
+    @torch.no_grad()
+    def _read(self, requests: Sequence[Request], texts: Sequence[Generated]) -> _Tokens:
+        """Run the base over the texts, padded on the right, where causal attention does not see it."""
+        device = self._base.device
+        # Nothing is drawn after the last token.
+        read = [[*request.ids, *text.ids[:-1]] for request, text in zip(requests, texts, strict=True)]
+        ids = pad_sequence([torch.tensor(row) for row in read], batch_first=True).to(device)
+        rows = [row for row, text in enumerate(texts) for _ in text.ids]
+        columns = [column for text in texts for column in range(len(text.ids))]
+        places = [len(requests[row].ids) - 1 + column for row, column in zip(rows, columns, strict=True)]
+        return _Tokens(
+            ids=torch.tensor([token for text in texts for token in text.ids], device=device),
+            hidden=self._base.base_model(input_ids=ids, use_cache=False)[0][rows, places],
+            rows=torch.tensor(rows, device=device),
+            columns=torch.tensor(columns, device=device),
+        )
+
+    @torch.no_grad()
+    def _statistics(self, tokens: _Tokens, given: Tensor | None, reference: float) -> tuple[TokenStatistics, Tensor]:
+        """Return statistics and temperatures (N,), at given temperatures or at those of the TempNet."""
+        parts, taus = [], []
+        for part in torch.arange(len(tokens.ids), device=tokens.ids.device).split(NUM_TOKENS_AT_A_TIME):
+            logits = self._logits(tokens.hidden[part])
+            tau = self._tau(tokens.hidden[part], logits) if given is None else given[part]
+            parts.append(token_statistics(logits, tokens.ids[part], tau, reference))
+            taus.append(tau)
+        fields = (torch.cat([getattr(part, name) for part in parts]) for name in ("score", "kl", "kl_slope"))
+        return TokenStatistics(*fields), torch.cat(taus)
+
+    @torch.no_grad()
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self._head.logits(self._base, hidden, self._network.config.input_size).float()
+
+    def _tau(self, hidden: Tensor, logits: Tensor | None = None) -> Tensor:
+        if self._network.config.reads_logits:
+            return self._network(self._logits(hidden) if logits is None else logits, hidden)
+        return self._network.from_first_product(self._network.state_product(self._network.normalize_state(hidden)))
+
+
+def _sums(tokens: _Tokens, kl: Tensor, tau: Tensor, num_texts: int) -> Tensor:
+    values = torch.stack([torch.ones_like(tau), kl, tau, tau.square()], dim=-1).double().cpu()
+    return values.new_zeros(num_texts, values.shape[-1]).index_add_(0, tokens.rows.cpu(), values)
+
+
+class RolloutWorker:
+    """The base model, the TempNet and the verifier of one process."""
 
     def __init__(self, plan: RewardPlan) -> None:
         self.plan = plan
@@ -159,87 +270,67 @@ class RolloutWorker:
                 "output bias, a soft-cap, a scale), so that generation does not know the hidden state: choose logits"
             )
         self.learner = Learner(self.sampler.base, self.network)
-        num_at_a_time = max(1, int(plan.config.workers.cpus_per_worker))
-        self.panel = Panel(plan.config.verifier, num_at_a_time=num_at_a_time)
+        self.panel = Panel(plan.config.verifier, num_at_a_time=max(1, int(plan.config.workers.cpus_per_worker)))
 
     def run(self, order: Order) -> Answer:
-        """Carry out an order."""
         is_network = isinstance(order.temperature, dict)
         if isinstance(order.temperature, dict):
             self.network.load_state_dict(order.temperature)
-            self.sampler.set_temperature(self.network)
-        else:
-            self.sampler.set_temperature(order.temperature)
-        requests = self._requests(order)
-        generated = self.sampler(requests)
-        judgement = self.panel.judge(self._samples(order, generated))
-        rollouts = [
-            Rollout(prompt=request.ids, new=text.ids, tau=text.tau or [])
-            for request, text in zip(requests, generated, strict=True)
+        self.sampler.set_temperature(self.network if isinstance(order.temperature, dict) else order.temperature)
+        size, is_distinct = self.plan.config.group_size, self.plan.config.reward == "distinct"
+        asked = [(self.plan.asked[place], first + number) for place, first in order.places for number in range(size)]
+        requests = [
+            Request(key=(question.prompt.id, sample, order.step), prompt=question.text, ids=list(question.ids))
+            for question, sample in asked
         ]
-        groups = self._groups(order, generated, judgement)
+        generated = self.sampler(requests)
+        judgement = self.panel.judge(
+            [
+                Sample(prompt=question.text, text=text.text, fields=question.prompt.fields)
+                for (question, _), text in zip(asked, generated, strict=True)
+            ]
+        )
+        groups: list[tuple[int, list[int], list[float], list[str]]] = []  # question, its texts, rewards and answers
+        for number, (question, _) in enumerate(order.places):
+            texts = range(number * size, (number + 1) * size)
+            known = {text: reward for text in texts if (reward := judgement.rewards[text]) is not None}
+            if known:  # else all its texts were lost
+                said = [" ".join(generated[text].text.split()) for text in known]
+                groups.append((question, list(known), list(known.values()), said))
         answer = Answer(failures=Counter(judgement.failures), first_failure=judgement.first_failure)
         if order.kl_weight is None:
-            texts = self.learner.measure(rollouts, order.reference)
+            sums = self.learner.measure(requests, generated, order.reference)
         else:
-            answer.gradient, texts = self.learner.gradient(rollouts, groups, order.kl_weight, order.reference)
-        for group in groups:
-            tokens, kl, tau, tau_square = texts[group.places].sum(0).tolist()
-            taus = [tau for place in group.places for tau in rollouts[place].tau]
-            kept = random.Random(f"{order.step}/{group.question}").sample(taus, -(-len(taus) // _TOKENS_PER_KEPT_TAU))
+            advantages = []
+            for _, members, rewards, said in groups:
+                values = torch.tensor(rewards, dtype=torch.float64)
+                advantages.append(
+                    (members, distinct_advantages(values, said) if is_distinct else leave_one_out(values))
+                )
+            answer.gradient, sums = self.learner.gradient(
+                requests, generated, advantages, order.kl_weight, order.reference
+            )
+        for place, members, rewards, said in groups:
+            tokens, kl, tau, tau_square = sums[members].sum(0).tolist()
+            taus = [value for text in members for value in generated[text].tau or ()]
+            kept = random.Random(f"{order.step}/{place}").sample(taus, -(-len(taus) // _TOKENS_PER_KEPT_TAU))
             answer.groups.append(
                 GroupSums(
-                    place=group.question,
-                    texts=len(group.places),
-                    reward=sum(group.rewards),
-                    distinct=distinct_reward(group.rewards, group.answers) * len(group.places),
+                    place=place,
+                    texts=len(members),
+                    reward=sum(rewards),
+                    distinct=distinct_reward(rewards, said) * len(members),
                     tokens=tokens,
                     kl=kl,
                     tau=tau,
                     tau_square=tau_square,
-                    entropy=sum(sum(generated[place].entropy or ()) for place in group.places),
+                    entropy=sum(sum(generated[text].entropy or ()) for text in members),
                     taus=tuple(kept) if is_network and order.kl_weight is None else (),
                 )
             )
         return answer
 
-    def _requests(self, order: Order) -> list[Request]:
-        requests = []
-        for place, first in order.places:
-            question = self.plan.asked[place]
-            requests += [
-                Request(key=(question.prompt.id, sample, order.step), prompt=question.text, ids=list(question.ids))
-                for sample in range(first, first + self.plan.config.group_size)
-            ]
-        return requests
-
-    def _samples(self, order: Order, generated: Sequence[Generated]) -> list[Sample]:
-        size, samples = self.plan.config.group_size, []
-        for number, text in enumerate(generated):
-            question = self.plan.asked[order.places[number // size][0]]
-            samples.append(Sample(prompt=question.text, text=text.text, fields=question.prompt.fields))
-        return samples
-
-    def _groups(self, order: Order, generated: Sequence[Generated], judgement: Judgement) -> list[GroupRewards]:
-        """Return the groups, without one whose texts were all lost."""
-        size, groups = self.plan.config.group_size, []
-        for number, (question, _) in enumerate(order.places):
-            places = range(number * size, (number + 1) * size)
-            known = {place: reward for place in places if (reward := judgement.rewards[place]) is not None}
-            if known:
-                groups.append(
-                    GroupRewards(
-                        question=question,
-                        places=list(known),
-                        rewards=list(known.values()),
-                        answers=[" ".join(generated[place].text.split()) for place in known],
-                        is_distinct=self.plan.config.reward == "distinct",
-                    )
-                )
-        return groups
-
     def close(self) -> None:
-        """End the processes of the verifier."""
         self.panel.close()
 
 

@@ -17,6 +17,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,12 +48,7 @@ class NoRewardError(RuntimeError):
 
 
 class RewardTrainer:
-    """The TempNet, its optimizer and the controller of λ.
-
-    Args:
-        plan: the plan of the run.
-        run_orders: carries out orders, in this process or in others.
-    """
+    """The TempNet, its optimizer and the controller of λ."""
 
     def __init__(self, plan: RewardPlan, run_orders: RunOrders) -> None:
         self.plan = plan
@@ -122,10 +118,6 @@ class RewardTrainer:
         """Return what was measured of temperatures on training prompts, the best first; of equally good ones the first given.
 
         All get a step's worth of texts; those that are ahead get more, the same ones each.
-
-        Args:
-            candidates: the temperatures by their names.
-            first: number of the first step of the texts.
         """
         whole: dict[Any, Answer] = {name: Answer() for name in candidates}
         ranked, num_before = list(candidates), 0
@@ -147,11 +139,7 @@ class RewardTrainer:
         return "distinct" if self.plan.config.reward == "distinct" else "reward"
 
     def train_step(self) -> Figures:
-        """Make one step and return its figures.
-
-        Raises:
-            NoRewardError: if the verifier fails for all texts of the step.
-        """
+        """Make one step and return its figures."""
         assert self.controller is not None, "constants are tried before the first step"
         config, weight = self.plan.config, self.controller.weight
         answer = self.ask(self.weights(), self.plan.places_of_step(self.step), self.step, weight)
@@ -181,7 +169,6 @@ class RewardTrainer:
         return found
 
     def weights(self) -> dict[str, Tensor]:
-        """Return a copy of the TempNet's weights."""
         return {name: value.detach().clone() for name, value in self.network.state_dict().items()}
 
     def result(self, num_last: int = 10) -> dict[str, Any]:
@@ -205,13 +192,12 @@ class RewardTrainer:
     def save(self, directory: str) -> None:
         """Write the state; a reader finds this checkpoint or the one before, whenever the process is killed."""
         assert self.controller is not None
-        tensors = {f"network.{name}": value.contiguous() for name, value in self.weights().items()}
+        tensors = {f"network.{name}": value for name, value in self.weights().items()}
         for name, parameter in self.network.named_parameters():
-            for moment in _MOMENTS:
-                value = self.optimizer.state[parameter].get(moment, torch.zeros_like(parameter))
-                tensors[f"{moment}.{name}"] = value.detach().clone().contiguous()
+            moments = self.optimizer.state[parameter]
+            tensors |= {f"{key}.{name}": moments.get(key, torch.zeros_like(parameter)).clone() for key in _MOMENTS}
         for step, weights in self.passed.items():
-            tensors |= {f"passed.{step}.{name}": value.contiguous() for name, value in weights.items()}
+            tensors |= {f"passed.{step}.{name}": value for name, value in weights.items()}
         state = {
             "step": self.step,
             "controller": self.controller.state(),
@@ -222,36 +208,40 @@ class RewardTrainer:
             "failures": dict(self.failures),
             "first_failure": self.first_failure,
         }
-        write_bytes(f"{directory}/{CHECKPOINT_FILE}", save(tensors, metadata={"state": json.dumps(state)}))
+        whole = {name: value.detach().contiguous() for name, value in tensors.items()}
+        write_bytes(f"{directory}/{CHECKPOINT_FILE}", save(whole, metadata={"state": json.dumps(state)}))
 
     def load(self, directory: str) -> bool:
-        """Take the state of the checkpoint in a directory, and return whether there is one.
-
-        Raises:
-            ValueError: if the file is damaged, of another TempNet, or of an earlier version.
-        """
+        """Take the state of the checkpoint in a directory, and return whether there is one."""
         uri = f"{directory}/{CHECKPOINT_FILE}"
         if not exists(uri):
             return False
         content = read_bytes(uri)
+
+        def part(prefix: str) -> dict[str, Tensor]:
+            return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
         try:
-            tensors, state = load(content), _read_state(content)
-            self.network.load_state_dict(_part(tensors, "network."))
+            tensors = load(content)
+            # A safetensors file begins with the length of its JSON header in 8 bytes.
+            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+            state = json.loads(header["__metadata__"]["state"])
+            self.network.load_state_dict(part("network."))
             for name, parameter in self.network.named_parameters():
                 moments = {moment: tensors[f"{moment}.{name}"] for moment in _MOMENTS}
                 self.optimizer.state[parameter] = {"step": torch.tensor(float(state["step"])), **moments}
             steps = [step for step in (0, *self.plan.goal_steps) if step <= state["step"]]
-            self.passed = {step: _part(tensors, f"passed.{step}.") for step in steps}
+            self.passed = {step: part(f"passed.{step}.") for step in steps}
             self.controller = self._make_controller(state["controller"]["target"])
             self.controller.restore(state["controller"])
-            self.constants, self.reference = dict(state["constants"]), state["reference"]
-            self.best_constant = state["best_constant"]
+            self.constants = dict(state["constants"])
+            for name in ("step", "history", "reference", "best_constant", "first_failure"):
+                setattr(self, name, state[name])
+            self.failures = Counter(state["failures"])
         except (SafetensorError, RuntimeError, ValueError, KeyError) as error:
             raise ValueError(
                 f"{uri} is damaged or of another version: {error!s:.200}; delete it to begin anew"
             ) from error
-        self.step, self.history = state["step"], state["history"]
-        self.failures, self.first_failure = Counter(state["failures"]), state["first_failure"]
         return True
 
     def ask(
@@ -259,28 +249,14 @@ class RewardTrainer:
     ) -> Answer:
         """Return the sum of the answers to questions, added in their order.
 
-        Args:
-            temperature: weights of the TempNet, a rule or a constant.
-            places: the questions, each with the number of its first sample.
-            step: number of the step; negative for texts that nothing learns from.
-            kl_weight: λ; None: no gradient is computed.
-
         Raises:
             NoRewardError: if no text got a reward.
         """
         size = self.plan.config.prompts_at_a_time
-        orders = [
-            Order(
-                step=step,
-                places=tuple(places[start : start + size]),
-                temperature=temperature,
-                kl_weight=kl_weight,
-                reference=self.reference,
-            )
-            for start in range(0, len(places), size)
-        ]
+        order = Order(step=step, places=(), temperature=temperature, kl_weight=kl_weight, reference=self.reference)
+        parts = [tuple(places[start : start + size]) for start in range(0, len(places), size)]
         whole = Answer()
-        for answer in self._run_orders(orders):
+        for answer in self._run_orders([replace(order, places=part) for part in parts]):
             whole.add(answer)
         self.failures.update(whole.failures)
         self.first_failure = self.first_failure or whole.first_failure
@@ -290,14 +266,3 @@ class RewardTrainer:
                 f"{sum(whole.failures.values())} were lost: {whole.first_failure}"
             )
         return whole
-
-
-def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def _read_state(content: bytes) -> dict[str, Any]:
-    """Return the JSON in the header of a safetensors file, which begins with the header's length in 8 bytes."""
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    state: dict[str, Any] = json.loads(header["__metadata__"]["state"])
-    return state

@@ -29,8 +29,17 @@ from jobs.engine.export import tempnet_digest
 from jobs.engine.fields import absolute_path
 from jobs.scoring.config import LanguageModelPool
 from jobs.scoring.temperatures.config import SUMMARY_FILE, PredictTemperaturesConfig
-from jobs.scoring.text_parts import Part, map_archives, part_files, token_arrays, tokenise
-from jobs.scoring.text_sources import TextSettings, list_sources, read_in_batches, text_options
+from jobs.scoring.text_parts import (
+    Part,
+    TextSettings,
+    list_sources,
+    map_archives,
+    part_files,
+    read_in_batches,
+    text_options,
+    token_arrays,
+    tokenise,
+)
 from jobs.scoring.units import Finished, settings_digest, to_parquet
 from jobs.tasks.base import naming_field
 from jobs.tasks.language_model.report import ColouredText

@@ -1,10 +1,9 @@
 """Verifiers that are programs of yours: a command, or a Python function in a process of its own that can be ended.
 
-The process of a function is `python -m jobs.scoring.verifiers.programs MODULE:FUNCTION`. Its first line says whether the
-function was imported. Then it reads a sample as JSON, one a line, and answers with one line: `value`, what the function
-returned, and `problem`, which is empty unless it raised an exception. What the function prints goes to the standard error,
-because the standard output holds the answers. It ends with the process that started it, also from within a function that
-hangs.
+The process of a function is `python -m jobs.scoring.verifiers.programs MODULE:FUNCTION SOCKET`. Its first line says whether
+the function was imported. Then it reads a sample as JSON, one a line, and answers with one line: `value`, what the function
+returned, and `problem`, which is empty unless it raised an exception. It ends with the process that started it, also from
+within a function that hangs.
 """
 
 from __future__ import annotations
@@ -13,33 +12,32 @@ import importlib
 import json
 import os
 import re
-import select
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from jobs.scoring.verifiers.verifier import Sample, VerifierError, as_reward
+from jobs.scoring.verifiers.verifier import Sample, Verifier, VerifierError, as_reward
 
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """A function by its name, MODULE:FUNCTION."""
 # Characters of the output that are read: an answer is short, and what a broken command prints may be endless.
 _MAX_OUTPUT = 4096
-_FIRST_WAIT, _LONGEST_WAIT = 0.001, 0.02
+_FIRST_WAIT, _LONGEST_WAIT, _SECONDS_BETWEEN_QUESTIONS = 0.001, 0.02, 0.1
 # Seconds for importing the module of the function, which may load large packages.
 _SECONDS_TO_START = 120.0
-_MAX_ANSWER = 1 << 16
 _SECONDS_BETWEEN_LOOKS = 1.0
 
 
-class CommandVerifier:
+class CommandVerifier(Verifier):
     """Runs a command for every sample, which gets the sample on its standard input as one line of JSON.
 
     If the command prints something, its last line must be the reward, and its exit status 0. If it prints nothing, exit
@@ -61,9 +59,6 @@ class CommandVerifier:
                 f"verifier.name = {command!r} is none of exact, gsm8k and unit-tests, no function MODULE:FUNCTION, and no "
                 "command of this machine"
             )
-
-    def check(self, fields: Mapping[str, Any]) -> None:
-        """Check nothing: what the command needs is its own affair."""
 
     def judge(self, sample: Sample) -> float:
         """Run the command on a sample."""
@@ -99,11 +94,8 @@ class CommandVerifier:
         except ValueError:
             raise VerifierError("not_a_number", f"{name} printed {answer!r:.100}") from None
 
-    def close(self) -> None:
-        """End nothing: no process outlives its call."""
 
-
-class FunctionVerifier:
+class FunctionVerifier(Verifier):
     """Calls `function(sample)` with the plain values of a sample (`Sample.to_json`), which returns its reward.
 
     A function that raises an exception goes on with the next sample; after one that hangs or ends its process, the next
@@ -111,27 +103,26 @@ class FunctionVerifier:
     """
 
     def __init__(self, name: str, *, seconds: float) -> None:
-        """Keep the name MODULE:FUNCTION and the time limit of a call; the process starts with the first call."""
         self._name, self._seconds = name, seconds
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the process, unless it runs.
-
-        Raises:
-            ValueError: if the function cannot be imported; the message says why.
-        """
+        """Start the process, unless it runs; raise ValueError, which says why, if the function cannot be imported."""
         if self._process is not None:
             return
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "jobs.scoring.verifiers.programs", self._name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            # The function is found where this process would find it, also in a worker of Ray.
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-            start_new_session=True,
-        )
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "jobs.scoring.verifiers.programs", self._name, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                # The function is found where this process would find it, also in a worker of Ray.
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._answers = self._socket.makefile("r", encoding="utf-8")
         try:
             problem = self._read(_SECONDS_TO_START)["problem"]
         except VerifierError as error:
@@ -140,20 +131,13 @@ class FunctionVerifier:
             self.close()
             raise ValueError(f"verifier.name = {self._name}: {problem}")
 
-    def check(self, fields: Mapping[str, Any]) -> None:
-        """Check nothing: what the function needs is its own affair."""
-
     def judge(self, sample: Sample) -> float:
-        """Call the function."""
         try:
             self.start()
         except ValueError as error:
             raise VerifierError("died", str(error)) from error
-        assert self._process is not None
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(sample.to_json().encode() + b"\n")
-            self._process.stdin.flush()
+            self._socket.sendall(sample.to_json().encode() + b"\n")
             answer = self._read(self._seconds)
         except OSError as error:
             self.close()
@@ -167,27 +151,21 @@ class FunctionVerifier:
 
     def _read(self, seconds: float) -> dict[str, Any]:
         """Return the next line of the process; raises VerifierError if there is none in time."""
-        assert self._process is not None
-        assert self._process.stdout is not None
-        descriptor, line, deadline = self._process.stdout.fileno(), b"", time.monotonic() + seconds
-        while not line.endswith(b"\n"):
-            ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise VerifierError("timed_out", f"{self._name} gave no answer within {seconds:g} s")
-            part = os.read(descriptor, _MAX_ANSWER)
-            if not part:
-                raise VerifierError("died", f"the process of {self._name} ended without an answer")
-            line += part
+        self._socket.settimeout(seconds)
+        try:
+            line = self._answers.readline()
+        except TimeoutError:
+            raise VerifierError("timed_out", f"{self._name} gave no answer within {seconds:g} s") from None
+        if not line.endswith("\n"):
+            raise VerifierError("died", f"the process of {self._name} ended without an answer")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
     def close(self) -> None:
-        """Kill the process, with what it has started."""
         if self._process is not None:
             kill_session(self._process)
-            for pipe in (self._process.stdin, self._process.stdout):
-                assert pipe is not None
-                pipe.close()
+            self._answers.close()
+            self._socket.close()
             self._process = None
 
 
@@ -195,16 +173,16 @@ def wait_for_end(process: subprocess.Popen[bytes], seconds: float, goes_on: Call
     """Wait until a process has ended, without reaping it, and return whether it did within the given time.
 
     A process that has been reaped gives its number back, and :func:`kill_session` could hit another one's session.
-
-    Args:
-        process: the process.
-        seconds: time that it may take, in seconds.
-        goes_on: asked again and again while it runs; False ends the wait, as does the end of its time.
+    `goes_on` is asked ten times a second while it runs; False ends the wait, as does the end of its time.
     """
-    deadline, pause = time.monotonic() + seconds, _FIRST_WAIT
+    now = time.monotonic()
+    deadline, next_look, pause = now + seconds, now, _FIRST_WAIT
     while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
-        if time.monotonic() > deadline or not goes_on():
+        now = time.monotonic()
+        if now > deadline or (now >= next_look and not goes_on()):
             return False
+        if now >= next_look:
+            next_look = now + _SECONDS_BETWEEN_QUESTIONS
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_WAIT)
     return True
@@ -218,15 +196,13 @@ def kill_session(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def serve(name: str) -> None:
-    """Import the function MODULE:FUNCTION and answer samples until the input ends."""
+def serve(name: str, descriptor: int) -> None:
+    """Import the function MODULE:FUNCTION and answer samples, which come from a socket, until that is closed."""
     threading.Thread(target=_end_with_parent, args=[os.getppid()], daemon=True).start()
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
-        os.dup2(2, 1)
+    with socket.socket(fileno=descriptor) as connection, connection.makefile("r", encoding="utf-8") as samples:
 
         def answer(value: Any = None, problem: str = "") -> None:
-            answers.write(json.dumps({"value": value, "problem": problem}) + "\n")
-            answers.flush()
+            connection.sendall(json.dumps({"value": value, "problem": problem}).encode() + b"\n")
 
         module, _, attribute = name.partition(":")
         try:
@@ -237,7 +213,7 @@ def serve(name: str) -> None:
             answer(problem=_describe(error))
             return
         answer()
-        for line in sys.stdin.buffer:
+        for line in samples:
             try:
                 value = function(json.loads(line))
                 number = hasattr(value, "__float__") and not isinstance(value, str)
@@ -254,9 +230,8 @@ def _end_with_parent(parent: int) -> None:
 
 
 def _describe(error: Exception) -> str:
-    """Return an exception in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(sys.argv[1], int(sys.argv[2]))

@@ -15,8 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import IO, Any, NamedTuple
 
@@ -24,17 +23,16 @@ import psutil
 
 from jobs.scoring.verifiers import code_process
 from jobs.scoring.verifiers.programs import kill_session, wait_for_end
-from jobs.scoring.verifiers.verifier import Sample, VerifierError, VerifierSection
+from jobs.scoring.verifiers.verifier import Sample, Verifier, VerifierError, VerifierSection
 
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 # Namespaces of users, files, network, System V memory, names and processes; without rights, as the same user.
 _UNSHARE = (
     "unshare", "--user", "--map-root-user", "--mount", "--net", "--ipc", "--uts", "--pid", "--fork", "--kill-child",
 )  # fmt: skip
-_SECONDS_BETWEEN_LOOKS = 0.1
 
 
-class UnitTests:
+class UnitTests(Verifier):
     """1 for a text whose code passes the statements `tests` of its prompt, else 0; code that hangs or dies has failed.
 
     The code is the last block between ``` in the text, else the whole text. It passes if the end of the tests is reached:
@@ -58,7 +56,6 @@ class UnitTests:
             )
 
     def judge(self, sample: Sample) -> float:
-        """Run the tests and the code of a sample."""
         is_isolated = not isolation_problem(shutil.which("unshare"))
         if not is_isolated and not self._settings.allow_unisolated:
             raise VerifierError("died", "generated code cannot be isolated on this machine")
@@ -79,21 +76,23 @@ class UnitTests:
                 raise VerifierError("died", f"the code cannot be run: {error}") from error
             for end in ends:
                 end.close()  # else the tests would wait for code that has ended
-            seconds, goes_on = self._settings.seconds, _within_limits(processes, self._settings)
-            is_over = wait_for_end(processes[1], seconds, goes_on)
+            is_over = wait_for_end(processes[1], self._settings.seconds, lambda: self._is_within_limits(processes))
         return float(is_over and processes[1].returncode == 0)
 
-    def close(self) -> None:
-        """End nothing: no process outlives its call."""
+    def _is_within_limits(self, processes: Sequence[subprocess.Popen[bytes]]) -> bool:
+        """Return whether processes, with all that they have started, are together within the limits of a sample."""
+        settings, usage = self._settings, [measure(process.pid) for process in processes]
+        return (
+            sum(used.seconds for used in usage) <= settings.seconds + 1.0
+            and sum(used.num_bytes for used in usage) <= settings.memory_mib << 20
+            # Of each, two are unshare and the interpreter.
+            and sum(max(0, used.num_processes - 2) for used in usage) <= settings.num_processes
+        )
 
 
 @functools.cache
 def isolation_problem(unshare: str | None) -> str:
-    """Return why this machine cannot isolate code, in a line, or nothing if it can.
-
-    Args:
-        unshare: path of util-linux's `unshare`; None if there is none.
-    """
+    """Return why this machine cannot isolate code, in a line, or nothing if it can."""
     if unshare is None:
         return "there is no command unshare (of util-linux)"
     with tempfile.TemporaryDirectory(prefix="tempnet-code-") as scratch, tempfile.TemporaryFile() as said:
@@ -151,26 +150,6 @@ def _readable() -> list[str]:
     system = ["/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives"]
     own = {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix}
     return system + sorted(place for place in own if not place.startswith("/usr/") and place != "/usr")
-
-
-def _within_limits(processes: Sequence[subprocess.Popen[bytes]], settings: VerifierSection) -> Callable[[], bool]:
-    """Return a function that says whether processes, with all that they have started, are within the limits of a sample."""
-    next_look = time.monotonic()
-
-    def is_within() -> bool:
-        nonlocal next_look
-        if time.monotonic() < next_look:
-            return True
-        next_look = time.monotonic() + _SECONDS_BETWEEN_LOOKS
-        usage = [measure(process.pid) for process in processes]
-        return (
-            sum(used.seconds for used in usage) <= settings.seconds + 1.0
-            and sum(used.num_bytes for used in usage) <= settings.memory_mib << 20
-            # Of each, two are unshare and the interpreter.
-            and sum(max(0, used.num_processes - 2) for used in usage) <= settings.num_processes
-        )
-
-    return is_within
 
 
 class Usage(NamedTuple):

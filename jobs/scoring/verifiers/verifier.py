@@ -1,4 +1,4 @@
-"""What a verifier is: its settings, what it judges, what it may answer; and the two that compare with an answer.
+"""What a verifier is: its settings, what it judges, what it may answer; the two that compare with an answer; the panel.
 
 A verifier gives a generated text a reward in [0, 1]. One that fails costs its sample, and the failure is counted.
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from jobs.engine.fields import check_positive
 from jobs.scoring.generation.gsm8k import extract_answer, gold_answer
@@ -74,18 +76,18 @@ class VerifierError(Exception):
         self.reason: FailureReason = reason
 
 
-class Verifier(Protocol):
+class Verifier:
     """Gives samples rewards; one object is used by one thread at a time."""
+
+    def start(self) -> None:
+        """Start what the verifier needs; raise ValueError if that is impossible."""
 
     def check(self, fields: Mapping[str, Any]) -> None:
         """Raise ValueError if a prompt with these fields lacks what the verifier compares a text with."""
 
     def judge(self, sample: Sample) -> float:
-        """Return the reward of a sample, in [0, 1].
-
-        Raises:
-            VerifierError: if it fails.
-        """
+        """Return the reward of a sample, in [0, 1], or raise VerifierError."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """End what the verifier has started."""
@@ -104,23 +106,18 @@ def as_reward(value: Any) -> float:
     return float(value)
 
 
-class ExactMatch:
+class ExactMatch(Verifier):
     """1 for a text that equals `answer` of its prompt, both without white space at their ends, else 0."""
 
     def check(self, fields: Mapping[str, Any]) -> None:
-        """Check that the prompt has a string `answer`."""
         if not isinstance(fields.get("answer"), str):
             raise ValueError("verifier.name = exact compares with a string `answer`, which is missing")
 
     def judge(self, sample: Sample) -> float:
-        """Return 1 or 0."""
         return float(sample.text.strip() == str(sample.fields["answer"]).strip())
 
-    def close(self) -> None:
-        """End nothing."""
 
-
-class Gsm8k:
+class Gsm8k(Verifier):
     """1 for a text whose number is that of the reference solution, in canonical form, else 0.
 
     The number of a text is the one after its last `####`, else that of `jobs.scoring.generation.gsm8k.extract_answer`. The
@@ -128,18 +125,88 @@ class Gsm8k:
     """
 
     def check(self, fields: Mapping[str, Any]) -> None:
-        """Check that the prompt has a reference number."""
         if "gold" not in fields:
             if not isinstance(fields.get("answer"), str):
                 raise ValueError("verifier.name = gsm8k compares with a solution `answer`, which is missing")
             gold_answer(fields["answer"])
 
     def judge(self, sample: Sample) -> float:
-        """Return 1 or 0."""
         fields = sample.fields
         gold = fields["gold"] if "gold" in fields else gold_answer(fields["answer"])
         marked = _AFTER_MARK.findall(sample.text)
         return float(extract_answer(marked[-1] if marked else sample.text) == gold)
 
+
+@dataclass(slots=True)
+class Judgement:
+    """What became of samples."""
+
+    rewards: list[float | None]
+    """Reward of every sample; None if the verifier failed."""
+    failures: Counter[FailureReason] = field(default_factory=Counter)
+    """Number of samples lost, by reason."""
+    first_failure: str = ""
+
+
+def make_verifier(settings: VerifierSection) -> Verifier:
+    """Return the verifier of some settings; raises ValueError if it is a command that this machine does not have."""
+    from jobs.scoring.verifiers.programs import FUNCTION, CommandVerifier, FunctionVerifier
+    from jobs.scoring.verifiers.unit_tests import UnitTests
+
+    if settings.name == "exact":
+        return ExactMatch()
+    if settings.name == "gsm8k":
+        return Gsm8k()
+    if settings.name == "unit-tests":
+        return UnitTests(settings)
+    kind = FunctionVerifier if FUNCTION.fullmatch(settings.name) else CommandVerifier
+    return kind(settings.name, seconds=settings.seconds)
+
+
+class Panel:
+    """Verifiers of one kind, each of which judges one sample at a time."""
+
+    def __init__(self, settings: VerifierSection, *, num_at_a_time: int = 1) -> None:
+        self._members = [make_verifier(settings) for _ in range(num_at_a_time)]
+
+    def check(self, prompts: Iterable[tuple[int | str, Mapping[str, Any]]]) -> None:
+        """Check the verifier and all prompts, each given by its ID and fields, before any text is generated.
+
+        Raises:
+            ValueError: if a function cannot be imported, or a prompt lacks a reference; the message names it.
+        """
+        self._members[0].start()
+        for identity, fields in prompts:
+            try:
+                self._members[0].check(fields)
+            except ValueError as error:
+                raise ValueError(f"prompt {identity!r}: {error}") from error
+
+    def judge(self, samples: Sequence[Sample]) -> Judgement:
+        """Judge samples; the order in which they are judged changes nothing."""
+        size = len(self._members)
+        with ThreadPoolExecutor(size) as threads:
+            parts = list(threads.map(_judge_part, self._members, [samples[start::size] for start in range(size)]))
+        answers = [parts[place % size][place // size] for place in range(len(samples))]
+        errors = [answer for answer in answers if isinstance(answer, VerifierError)]
+        return Judgement(
+            [None if isinstance(answer, VerifierError) else answer for answer in answers],
+            Counter(error.reason for error in errors),
+            str(errors[0]) if errors else "",
+        )
+
     def close(self) -> None:
-        """End nothing."""
+        for member in self._members:
+            member.close()
+
+
+def _judge_part(member: Verifier, samples: Sequence[Sample]) -> list[float | VerifierError]:
+    answers: list[float | VerifierError] = []
+    for sample in samples:
+        try:
+            answers.append(as_reward(member.judge(sample)))
+        except VerifierError as error:
+            answers.append(error)
+        except Exception as error:  # an error of a built-in verifier costs the sample too
+            answers.append(VerifierError("raised", f"{type(error).__name__}: {error}"))
+    return answers

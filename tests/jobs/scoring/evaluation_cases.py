@@ -8,10 +8,9 @@ from typing import Any
 
 from evaluation_support import MAX_LENGTH, QUESTIONS, BruteForce, write_lines
 
+from jobs.scoring.language_models.config import Temperature
 from jobs.scoring.language_models.harness import Tasks, TemperedLM
-from jobs.scoring.language_models.scoring import Score, score_windows
-from jobs.scoring.language_models.temperatures import Temperature
-from jobs.scoring.language_models.windows import ScoredWindow
+from jobs.scoring.language_models.windows import Score, ScoredWindow, score_windows
 
 EXAMPLES = Path(__file__).parents[3] / "benchmarks" / "tasks"
 TEMPERATURES = ["one", "fixed:0.7", "tempnet", "tempnet:1.2"]

@@ -9,17 +9,17 @@ import lm_eval.tasks
 import numpy as np
 import pytest
 import torch
-from evaluation_support import LAMBADA, MAX_LENGTH, QUESTIONS, TEXT, BruteForce, make_export, write_lines
+from evaluation_support import LAMBADA, MAX_LENGTH, TEXT, BruteForce, make_export, write_lines
 from lm_eval.api.instance import Instance
 from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
 from jobs.engine.config import TrackingSection
-from jobs.scoring.language_models.config import EvaluateConfig
+from jobs.scoring.language_models.config import EvaluateConfig, Temperature
+from jobs.scoring.language_models.evaluate import make_plan
 from jobs.scoring.language_models.harness import Tasks, run_task
-from jobs.scoring.language_models.plan import make_plan
-from jobs.scoring.language_models.temperatures import Temperature, divide_
 from jobs.scoring.language_models.windows import (
     ScoredWindow,
+    divide_,
     document_windows,
     num_words,
     pair_window,
@@ -105,7 +105,7 @@ def test_chunks_of_tokens_change_nothing(brute: BruteForce, monkeypatch: pytest.
     function = Temperature.parse("tempnet").function(brute.network)
     hidden = torch.randn(2, 9, 32)
     divided = logits / function(logits, hidden).unsqueeze(-1)
-    monkeypatch.setattr("jobs.scoring.language_models.temperatures._CHUNK_ELEMENTS", 4 * len(brute.tokenizer))
+    monkeypatch.setattr("jobs.scoring.language_models.windows._CHUNK_ELEMENTS", 4 * len(brute.tokenizer))
     assert scores(brute, windows, ["tempnet"])["tempnet"].nll == pytest.approx(whole.nll, rel=1e-6)
     assert scores(brute, windows, ["tempnet"])["tempnet"].num_greedy == whole.num_greedy
     torch.testing.assert_close(divide_(logits, hidden, function), divided)
@@ -188,23 +188,6 @@ def test_the_harness_sees_our_log_likelihoods(brute: BruteForce, name: str) -> N
 @pytest.fixture
 def own_tasks(tmp_path: Path) -> Tasks:
     return write_tasks(tmp_path)
-
-
-@pytest.mark.parametrize("export", ["logits", "hidden", "both"], indirect=True)
-def test_accuracy_is_that_of_direct_scoring(brute: BruteForce, own_tasks: Tasks) -> None:
-    name = "tempnet"
-    figures = run_task(harness(brute, name), own_tasks, "local_arc_easy", limit=0, num_fewshot=-1)
-    num_right = 0
-    for question in QUESTIONS:
-        context = [brute.start, *brute.ids(f"{question['query']}\nAnswer:")]
-        sums = [
-            sum(row[0] for row in brute.continuation(context, brute.ids(f" {choice}"), name))
-            for choice in question["choices"]
-        ]
-        num_right += sums.index(min(sums)) == question["gold"]
-    assert figures["local_arc_easy/acc"] == pytest.approx(num_right / len(QUESTIONS))
-    assert 0 < num_right < len(QUESTIONS)
-    assert figures["local_arc_easy/acc_stderr"] > 0
 
 
 def test_every_shipped_task_runs(brute: BruteForce, own_tasks: Tasks) -> None:

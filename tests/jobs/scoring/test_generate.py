@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -12,12 +11,12 @@ import torch
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
+from jobs.engine.export import model_digest, tempnet_digest
 from jobs.generate import main
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.generation.formats import FORMATS
-from jobs.scoring.generation.gsm8k import extract_answer, few_shot_prompt, gold_answer, majority_score
-from jobs.scoring.generation.processors import EntropyRecorder, SeededDraw
-from jobs.scoring.generation.sampling import Request, Sampler
+from jobs.scoring.generation.gsm8k import extract_answer, gold_answer, majority_score
+from jobs.scoring.generation.sampling import EffectiveVocabulary, Request, Sampler, SeededDraw
 from tempnet import TempNet
 from tempnet.inference import can_fold, end_ids
 from tests.jobs.scoring.generation_support import PROMPTS, VOCABULARY, generate, read, write_prompts
@@ -119,14 +118,17 @@ def test_seeded_draws_follow_the_softmax() -> None:
     expected = (torch.softmax(scores.double(), -1) * 5000)[allowed]
     assert chisquare([tokens[token] for token in allowed], expected.tolist()).pvalue > 1e-3
     assert draw(torch.empty(0), scores.expand(500, -1)).exp().sum(-1).tolist() == [1.0] * 500
-    recorder = EntropyRecorder(5)
-    recorder(torch.empty(0), torch.zeros(2, 6))
-    assert recorder.steps[0].tolist() == pytest.approx([1.6094379] * 2)
+    recorder = EffectiveVocabulary(5, records_entropy=True)
+    assert recorder(torch.empty(0), torch.zeros(2, 6))[:, 5].tolist() == [-torch.inf] * 2
+    assert recorder.entropies[0].tolist() == pytest.approx([1.6094379] * 2)
 
 
 def test_a_repeated_job_continues(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts, output = write_prompts(tmp_path / "p.jsonl"), tmp_path / "out.jsonl"
     generate(gpt2, prompts, output, "--num-samples", "2", "--batch-size", "1")
+    settings = json.loads((tmp_path / "out.jsonl.settings.json").read_text())["settings"]
+    assert settings["weights"] == model_digest(str(gpt2))
+    assert settings["tempnet"] == tempnet_digest(TempNet.from_pretrained(gpt2 / "tempnet"))
     whole = output.read_bytes()
     lines = whole.splitlines(keepends=True)
     output.write_bytes(b"".join(lines[:3]) + lines[3][:40])  # The job was killed while it wrote.
@@ -145,27 +147,6 @@ def test_a_repeated_job_continues(gpt2: Path, tmp_path: Path, capsys: pytest.Cap
     arguments[3] = other
     assert "the text of id 'p0' belongs to another prompt" in refused(capsys, *arguments)
     assert output.read_bytes() == before
-
-
-def test_another_network_under_the_same_name_is_other_settings(
-    gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = shutil.copytree(gpt2, tmp_path / "model")
-    prompts, output = write_prompts(tmp_path / "p.jsonl", PROMPTS[:1]), tmp_path / "out.jsonl"
-    generate(model, prompts, output)
-    network = TempNet.from_pretrained(model / "tempnet")
-    with torch.no_grad():
-        network.pool_bias += 1e-3
-    network.save_pretrained(model / "tempnet")
-    arguments = ["--model", model, "--prompts", prompts, "--output", output, "--max-new-tokens", "12"]
-    assert "(tempnet was " in refused(capsys, *arguments)
-    output.unlink()
-    generate(model, prompts, output)
-    base = AutoModelForCausalLM.from_pretrained(model)
-    with torch.no_grad():
-        base.get_input_embeddings().weight.add_(0.1)
-    base.save_pretrained(model)
-    assert "(weights was " in refused(capsys, *arguments)
 
 
 def test_a_prompt_is_a_line_that_ends_at_a_line_feed(tmp_path: Path) -> None:
@@ -290,22 +271,13 @@ def test_the_gold_answer_is_after_the_mark() -> None:
             gold_answer(bad)
 
 
-def test_the_prompt_is_eight_worked_examples_and_the_question() -> None:
-    *examples, last = few_shot_prompt(" How many? ").split("\n\n")
-    assert len(examples) == 8
-    answers = ["6", "5", "39", "8", "9", "29", "33", "8"]
-    assert [extract_answer(example) for example in examples] == answers
-    assert all(example.startswith("Q: ") and "\nA: " in example for example in examples)
-    assert last == "Q: How many?\nA:"
-
-
 def test_a_majority_is_the_first_most_frequent_answer_of_a_group() -> None:
-    answers = ["3", "4", "4", None, "3", "3", "9", "4"]
-    assert majority_score(answers, "4", 1) == 3 / 8
-    assert majority_score(answers, "3", 1) == 3 / 8
+    def score(gold: str, k: int, answers: tuple[str | None, ...] = ("3", "4", "4", None, "3", "3", "9", "4")) -> float:
+        return majority_score([(answer, answer == gold) for answer in answers], k)
+
+    assert score("4", 1) == score("3", 1) == 3 / 8
     # The groups of four are [3 4 4 -], whose majority is 4, and [3 3 9 4], whose majority is 3.
-    assert majority_score(answers, "4", 4) == 1 / 2
+    assert score("4", 4) == 1 / 2
     # All eight hold three 3s and three 4s, and the 3 wins because it was seen first.
-    assert majority_score(answers, "3", 8) == 1.0
-    assert majority_score(answers, "4", 8) == 0.0
-    assert majority_score([None, None], "4", 2) == 0.0
+    assert (score("3", 8), score("4", 8)) == (1.0, 0.0)
+    assert score("4", 2, (None, None)) == 0.0

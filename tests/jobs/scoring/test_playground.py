@@ -25,8 +25,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from jobs.playground import main
 from jobs.scoring.playground import server as server_module
 from jobs.scoring.playground.config import PlaygroundConfig, Settings
-from jobs.scoring.playground.server import make_server
-from jobs.scoring.playground.streams import Playground
+from jobs.scoring.playground.server import Playground, make_server
 from pipelines.text.tokenization import train_bpe
 from tempnet import TempNet, TempNetConfig
 from tests.jobs.browser_support import CHROMIUM, open_page

@@ -26,7 +26,7 @@ from jobs.scoring.temperatures.texts import (
     resolve_settings,
     total_figures,
 )
-from jobs.scoring.text_sources import list_sources
+from jobs.scoring.text_parts import list_sources
 from jobs.scoring.units import UnitStore, part_file, to_parquet
 from pipelines.text.tokenization import load_tokenizer
 from pipelines.text.windows import batches, windows_of

@@ -21,9 +21,8 @@ from transformers import AutoModelForCausalLM
 
 from jobs import train_reward
 from jobs.scoring.generation.job import prompt_text
-from jobs.scoring.reward.comparison import compare_temperatures, table, verdict
 from jobs.scoring.reward.config import LeashSection, RewardConfig, RewardTemperatureSection
-from jobs.scoring.reward.job import export, train
+from jobs.scoring.reward.job import compare_temperatures, export, table, train, verdict
 from jobs.scoring.reward.plan import CONSTANTS, ROUNDS, RewardPlan, make_plan
 from jobs.scoring.reward.rollouts import Answer, Order, RolloutWorker, work_here
 from jobs.scoring.reward.trainer import NoRewardError, RewardTrainer

@@ -23,7 +23,7 @@ from jobs.scoring.headroom.texts import Measurer
 from jobs.scoring.headroom.texts import resolve_settings as resolve_headroom
 from jobs.scoring.language_models.windows import ScoredWindow
 from jobs.scoring.playground.config import PlaygroundConfig
-from jobs.scoring.playground.streams import Playground
+from jobs.scoring.playground.server import Playground
 from jobs.scoring.temperatures.config import PredictTemperaturesConfig
 from jobs.scoring.temperatures.texts import Predictor, resolve_settings
 from pipelines.text.tokenization import load_tokenizer

@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from jobs.scoring.verifiers.panel import Judgement, Panel
 from jobs.scoring.verifiers.unit_tests import isolation_problem, measure
-from jobs.scoring.verifiers.verifier import Sample, VerifierSection
+from jobs.scoring.verifiers.verifier import Judgement, Panel, Sample, VerifierSection
 
 needs_isolation = pytest.mark.skipif(
     isolation_problem(shutil.which("unshare")) != "", reason="the kernel lets no user make namespaces"
