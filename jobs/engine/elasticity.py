@@ -9,21 +9,19 @@ This module does not import torch, because it runs in Ray Train's controller.
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import ray
 from ray.train import ScalingConfig
 
+from jobs.engine.cluster import answers
 from jobs.engine.ray_private import NoopDecision, ResizeDecision, ScalingDecision, ScalingPolicy, free_resources
 from jobs.engine.resumption import registered_step
 
 # The workers of a node that goes down may fail before the node's own process ends.
 _SECONDS_TO_SETTLE = 3.0
-_SECONDS_TO_ANSWER = 2.0
 
 
 class ElasticPolicy(ScalingPolicy):
@@ -135,13 +133,5 @@ def answering_nodes() -> list[dict[str, Any]]:
 
     A node that was lost stays in Ray's table of living nodes for half a minute, in which workers would be placed on it.
     """
-    return [
-        node for node in ray.nodes() if node["Alive"] and _answers(node["NodeManagerAddress"], node["NodeManagerPort"])
-    ]
-
-
-def _answers(address: str, port: int) -> bool:
-    """Return whether the process that manages a node accepts connections."""
-    with suppress(OSError), socket.create_connection((address, port), timeout=_SECONDS_TO_ANSWER):
-        return True
-    return False
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return [node for node in alive if answers(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}")]

@@ -161,7 +161,8 @@ class RestartPolicy(DefaultFailurePolicy):
 
     def _wait(self, failure: Exception) -> FailureDecision:
         if self._waiting_since is None:
-            self._waiting_since = time.monotonic() - _start_timeout()
+            timeout = float(os.environ.get("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "60"))
+            self._waiting_since = time.monotonic() - timeout
         waited = time.monotonic() - self._waiting_since
         if waited >= self._max_wait_seconds:
             return FailureDecision.RAISE
@@ -182,10 +183,6 @@ def _describe_wait(failure: Exception) -> str:
     if isinstance(failure, WorkerGroupStartupTimeoutError):
         return f"no room for {failure.num_workers} workers, as nodes are lost or busy,"
     return f"the workers could not be started ({_first_line(failure)})"
-
-
-def _start_timeout() -> float:
-    return float(os.environ.get("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "60"))
 
 
 class CheckpointRecord(UserCallback):
@@ -209,7 +206,8 @@ class LostClusterError(FatalTrainingError):
 @contextmanager
 def naming_lost_cluster(directory: str) -> Iterator[None]:
     """Raise :class:`LostClusterError` for what a lost cluster causes inside the block, and for a loss without any error."""
-    seconds = _seconds_until_ray_ends()
+    # So long Ray's processes wait for a control service that is lost before they end themselves.
+    seconds = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60"))  # noqa: SIM112 - Ray's spelling
     with HeadWatch(directory, patience=_SHARE_OF_PATIENCE * seconds, seconds_to_end=_SHARE_TO_END * seconds) as watch:
         try:
             yield
@@ -319,8 +317,3 @@ class HeadWatch:
         with suppress(OSError, ValueError):  # the store may be lost too
             note_failure(self._directory, masked(message), step=registered_step(self._directory), is_final=True)
         return message
-
-
-def _seconds_until_ray_ends() -> float:
-    """Return how long Ray's processes wait for a control service that is lost before they end themselves."""
-    return float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60"))  # noqa: SIM112 - Ray's spelling
