@@ -39,14 +39,16 @@ run: setup  ## Make sample data, train a GPT-2 and a small CLIP, measure what te
 	$(RUN) jobs.train_clip clip-cc3m-clip-small --run.name clip-short --run.num-steps 300
 	$(RUN) jobs.train_clip clip-cc12m-tempnet-frozen-small --model.path runs/clip-short/export --run.name clip-temperatures --run.num-steps 300 --temperature.rho 1 --temperature.tau-max 0.3
 	$(RUN) jobs.predict_temperatures --model runs/clip-temperatures/export --images data/sample/images/validation --output runs/clip-temperatures/temperatures --html runs/clip-temperatures/temperatures.html --label concept_frequency
-	$(RUN) jobs.evaluate_lm --models runs/gpt2-ce-small/export runs/gpt2-scratch-small/export --tempnets none runs/gpt2-scratch-small/export/tempnet --temperatures one tempnet --wikitext README.md --output runs/perplexity
 	@echo
-	@echo 'What was learned: a temperature per token and per image. The same model by plain cross-entropy stands in the last table, and'
-	@echo 'headroom said whether temperatures are worth it for it on source code, a kind of text that it has not seen. Open these:'
+	@grep -h '"verdict"' runs/headroom/headroom.json
+	@grep perplexity runs/gpt2-ce-small/report/summary.txt runs/gpt2-scratch-small/report/summary.txt
+	@echo
+	@echo 'Learned: a temperature for every token and for every image and caption. The robust loss of gpt2-scratch-small asks for predictions'
+	@echo 'of one entropy, which costs perplexity: compare plain cross-entropy, gpt2-ce-small. What temperatures could gain for that model on'
+	@echo 'source code, text of another kind, the verdict says; jobs.calibrate headroom printed the command that realises it. Open these:'
 	@echo '  runs/headroom/headroom.json                      what a temperature per token could gain, and the verdict'
 	@echo '  runs/gpt2-scratch-small/report/tokens.html       a passage, every token coloured by its temperature'
 	@echo '  runs/clip-temperatures/temperatures.html         images and captions with the lowest and the highest temperatures'
-	@echo '  runs/perplexity/results.md                       perplexity with and without, beside plain cross-entropy'
 	@echo '  make mlflow                                      all of it in the browser'
 
 # What the tests of the gate select, and the options of every pytest: two processes of unit tests are all that two cores carry.
