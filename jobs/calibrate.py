@@ -11,55 +11,30 @@ For example:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import tyro
-
-from jobs.engine.command_line import refusals_on_one_line, run_job
+from jobs.engine.command_line import run_job
 from jobs.scoring.calibration.config import Rho, TauMax
-from jobs.scoring.command import ending_in_one_line
+from jobs.scoring.command import run_subcommand
 from jobs.scoring.headroom.config import Headroom, RewardHeadroom
 
 
-def calibrate(job: Headroom | RewardHeadroom | Rho | TauMax) -> None:
-    """Run a subcommand. Its module is imported only here, so that `--help` and a wrong option are answered at once."""
-    if isinstance(job, Headroom):
-        from jobs.scoring.headroom.job import measure_headroom
-
-        measure_headroom(job)
-    elif isinstance(job, RewardHeadroom):
-        from jobs.scoring.headroom.rewards import measure_reward_headroom
-
-        measure_reward_headroom(job)
-    elif isinstance(job, Rho):
-        from jobs.scoring.calibration.rho import calibrate_rho
-
-        calibrate_rho(job)
-    else:
-        from jobs.scoring.calibration.tau_max import calibrate_tau_max
-
-        calibrate_tau_max(job)
-
-
-def parse(arguments: Sequence[str]) -> Headroom | RewardHeadroom | Rho | TauMax:
-    """Return the configuration of the subcommand."""
+def subcommands(arguments: Sequence[str]) -> dict[str, tuple[type[Any], str]]:
+    """Return name → configuration, and the function that runs it."""
     # Options of likelihood and of rewards have little in common, and the verifier tells which are meant.
-    headroom = RewardHeadroom if any(word.startswith("--verifier") for word in arguments) else Headroom
-    jobs: dict[str, Callable[..., Any]] = {"headroom": headroom, "rho": Rho, "tau-max": TauMax}
-    with refusals_on_one_line():
-        job: Headroom | RewardHeadroom | Rho | TauMax = tyro.extras.subcommand_cli_from_dict(
-            jobs, args=arguments, prog="python -m jobs.calibrate", description=__doc__
-        )
-    return job
+    is_reward = any(word.startswith("--verifier") for word in arguments)
+    headroom = (RewardHeadroom, "jobs.scoring.headroom.rewards:measure_reward_headroom")
+    return {
+        "headroom": headroom if is_reward else (Headroom, "jobs.scoring.headroom.job:measure_headroom"),
+        "rho": (Rho, "jobs.scoring.calibration.rho:calibrate_rho"),
+        "tau-max": (TauMax, "jobs.scoring.calibration.tau_max:calibrate_tau_max"),
+    }
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
-    job = parse(arguments)
-    with ending_in_one_line():
-        calibrate(job)
-    return 0
+    return run_subcommand(arguments, subcommands(arguments), job="calibrate", description=__doc__)
 
 
 if __name__ == "__main__":

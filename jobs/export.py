@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import tyro
 
@@ -43,8 +43,6 @@ def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
     with refusals_on_one_line():
         job = tyro.cli(ExportJob, args=arguments, prog="python -m jobs.export", description=__doc__)
-    from dataclasses import replace
-
     from jobs.engine.export import configuration_from, configure, find_checkpoint, make_late_export, read_task
     from jobs.engine.failures import FatalTrainingError
     from jobs.engine.fields import absolute_path
@@ -55,14 +53,14 @@ def main(arguments: Sequence[str]) -> int:
         if kind not in _TASKS:
             raise ValueError(f"{directory} is a run of {kind}, which is none of {', '.join(_TASKS)}")
         late = find_checkpoint(directory, job.step, job.output)
-        package = _TASKS[kind]
-        config = configuration_from(getattr(importlib.import_module(f"{package}.config"), kind), values)
+        module = importlib.import_module(f"{_TASKS[kind]}.config")
+        config = configuration_from(getattr(module, kind), values)
         # The directory may have been moved since the run.
         storage, _, name = directory.rpartition("/")
         config = replace(config, run=replace(config.run, storage=storage, name=name))
         if job.use_gpu is not None:
             config = replace(config, workers=replace(config.workers, use_gpu=job.use_gpu))
-        plan = importlib.import_module(f"{package}.plan").make_plan(configure(config, late))
+        plan = importlib.import_module(f"{_TASKS[kind]}.plan").make_plan(configure(config, late))
         make_late_export(plan, late)
     except (ValueError, OSError) as error:
         fail(str(error))

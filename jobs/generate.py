@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import tyro
 
-from jobs.engine.command_line import fail, refusals_on_one_line, run_job, show
+from jobs.engine.command_line import refusals_on_one_line, run_job, show
+from jobs.scoring.command import ending_in_one_line
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.generation.gsm8k import divisors, majority_score
 
@@ -33,15 +34,13 @@ def main(arguments: Sequence[str]) -> int:
     from jobs.scoring.generation.job import run
     from pipelines.storage import write_bytes
 
-    try:
+    with ending_in_one_line():
         outcome = run(config)
         show(sample(outcome, config))
         show(describe(outcome, config))
         if config.html:
             write_bytes(config.html, page(outcome, config).encode())
             print(f"{config.html} shows every token coloured by its τ")
-    except (ValueError, OSError) as error:
-        fail(str(error))
     return 0
 
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import tyro
 
-from jobs.engine.command_line import fail, refusals_on_one_line, run_job
+from jobs.engine.command_line import refusals_on_one_line, run_job
+from jobs.scoring.command import ending_in_one_line
 from jobs.scoring.playground.config import PlaygroundConfig
 
 
@@ -21,11 +22,8 @@ def main(arguments: Sequence[str]) -> int:
         config = tyro.cli(PlaygroundConfig, args=arguments, prog="python -m jobs.playground", description=__doc__)
     from jobs.scoring.playground.server import HOST, Playground, make_server
 
-    try:
-        playground = Playground.load(config)
-        server = make_server(config, playground)
-    except (ValueError, OSError) as error:
-        fail(str(error))
+    with ending_in_one_line():
+        server = make_server(config, Playground.load(config))
     print(f"http://{HOST}:{server.server_port}  (Ctrl-C ends it)", flush=True)
     with server:
         server.serve_forever()

@@ -52,7 +52,10 @@ def main(arguments: Sequence[str]) -> int:
             predict = on_worker(first_documents, config.workers) if config.output else first_documents
             sections = predict(settings, archives, config.html_tokens, **config.workers.devices)
             write_page(html, config.text, sections)
-            _print_page(html, np.concatenate([tau for _, tau, _ in sections.values()]))
+            tau = np.concatenate([tau for _, tau, _ in sections.values()])
+            low, middle, high = np.quantile(tau, [0.05, 0.5, 0.95])
+            print(f"{len(tau)} tokens: mean τ {tau.mean():.3f}; 5 %, 50 %, 95 %: {low:.3f}, {middle:.3f}, {high:.3f}")
+            print(f"{html} shows every token coloured by its τ")
     return 0
 
 
@@ -124,13 +127,6 @@ def _print_summary(summary: dict[str, Any], output: str) -> None:
         entropy = "" if summary["entropy_mean"] is None else f"; mean entropy {summary['entropy_mean']:.3f} nats"
         print(f"mean τ {summary['tau_mean']:.3f}; 5 %, 25 %, 50 %, 75 %, 95 %: {quantiles}{entropy}")
     print(f"tables  {output}/part-*.parquet, one row a document\ntotals  {output}/_summary.json")
-
-
-def _print_page(html: str, tau: np.ndarray) -> None:
-    """Print statistics of τ over the tokens of the page, and its path."""
-    low, middle, high = np.quantile(tau, [0.05, 0.5, 0.95])
-    print(f"{len(tau)} tokens: mean τ {tau.mean():.3f}; 5 %, 50 %, 95 %: {low:.3f}, {middle:.3f}, {high:.3f}")
-    print(f"{html} shows every token coloured by its τ")
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ from typing import Annotated
 
 import tyro
 
-from jobs.engine.command_line import fail, refusals_on_one_line, run_job
+from jobs.engine.command_line import refusals_on_one_line, run_job
 from jobs.engine.config import RunSection
+from jobs.scoring.command import ending_in_one_line
 from pipelines.images.prepare import PrepareImagesConfig
 
 _NUM_EXAMPLES = 10
@@ -38,12 +39,11 @@ def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
     from jobs.engine.cluster import start_ray
     from pipelines.images.prepare import check_source, describe, prepare_images
-    from pipelines.problems import TooManyProblemsError
     from pipelines.store_errors import RETRIES, describe_retries
 
     with refusals_on_one_line():
         job = tyro.cli(PrepareImagesJob, args=arguments, prog="python -m jobs.prepare_images", description=__doc__)
-    try:
+    with ending_in_one_line():
         storage = RunSection(name="prepared", storage=job.storage).resolved_storage
         check_source(job.prepare)
         start_ray()
@@ -51,8 +51,6 @@ def main(arguments: Sequence[str]) -> int:
         manifest = prepare_images(
             job.prepare, f"{storage}/prepared", max_bad_share_field="max_bad_share", losses=job.problems
         )
-    except (ValueError, OSError, TooManyProblemsError) as error:
-        fail(str(error))
     print(f"{manifest.directory}\n{describe(manifest, time.monotonic() - started)}")
     if retries := RETRIES.take():
         print(describe_retries(retries, retries))

@@ -15,8 +15,9 @@ from typing import Annotated
 
 import tyro
 
-from jobs.engine.command_line import fail, refusals_on_one_line, run_job
+from jobs.engine.command_line import refusals_on_one_line, run_job
 from jobs.engine.config import RunSection
+from jobs.scoring.command import ending_in_one_line
 from pipelines.text.prepare import PrepareConfig
 
 
@@ -50,14 +51,13 @@ def main(arguments: Sequence[str]) -> int:
         job = tyro.cli(PrepareTextJob, args=arguments, prog="python -m jobs.prepare_text", description=__doc__)
     from jobs.engine.cluster import start_ray
     from pipelines.archives import list_archives
-    from pipelines.problems import TooManyProblemsError
     from pipelines.store_errors import RETRIES, describe_retries
     from pipelines.text.manifest import Layout
     from pipelines.text.packing import DocumentConfig, PackingConfig
     from pipelines.text.prepare import describe, prepare_text
     from pipelines.text.tokenization import load_tokenizer
 
-    try:
+    with ending_in_one_line():
         storage = RunSection(name="prepared", storage=job.storage).resolved_storage
         list_archives(job.prepare.source)
         tokenizer = load_tokenizer(job.prepare.tokenizer, needs_eos=bool(job.context_length))
@@ -69,8 +69,6 @@ def main(arguments: Sequence[str]) -> int:
         start_ray()
         started = time.monotonic()
         manifest = prepare_text(job.prepare, layout, f"{storage}/prepared", losses=job.problems)
-    except (ValueError, OSError, TooManyProblemsError) as error:
-        fail(str(error))
     print(f"{manifest.directory}\n{describe(manifest, time.monotonic() - started)}")
     if retries := RETRIES.take():
         print(describe_retries(retries, retries))

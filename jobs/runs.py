@@ -15,9 +15,10 @@ from typing import Annotated
 
 import tyro
 
-from jobs.engine.command_line import fail, refusals_on_one_line, run_job, show
+from jobs.engine.command_line import refusals_on_one_line, run_job, show
 from jobs.engine.config import RunSection
 from jobs.engine.description import markdown_table
+from jobs.scoring.command import ending_in_one_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +40,9 @@ def main(arguments: Sequence[str]) -> int:
     # Imported only now, so that `--help` is answered without waiting for Ray to load.
     from jobs.engine.run_list import list_runs, table_of
 
-    try:
+    with ending_in_one_line():
         storages = config.storages or (RunSection(name="any").resolved_storage,)
         found = [run for storage in storages for run in list_runs(storage)]
-    except (ValueError, OSError) as error:
-        fail(str(error))
     shown = [run for run in found if not config.state or run.state in config.state]
     if config.json:
         for run in shown:

@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 import tyro
 
-from jobs.engine.command_line import fail, refusals_on_one_line, run_job
+from jobs.engine.command_line import refusals_on_one_line, run_job
+from jobs.scoring.command import ending_in_one_line
 from pipelines.archives import list_archives
 from pipelines.sample.images import IMAGE_SIZE_DEFAULT, NUM_IMAGES_DEFAULT, read_captions, write_images
 from pipelines.sample.text import NUM_BYTES_DEFAULT, write_code, write_corpus
@@ -54,12 +55,9 @@ class SampleDataConfig:
     def __post_init__(self) -> None:
         if not self.parts:
             raise ValueError("parts is empty: choose text, code, images or several")
-        if self.num_bytes < 1_000_000:
-            raise ValueError(f"num_bytes = {self.num_bytes} is too little to train on: choose at least 1 000 000")
-        if self.vocab_size < 512:
-            raise ValueError(f"vocab_size = {self.vocab_size} is too small for a byte-level BPE: choose at least 512")
-        if self.num_images < 1:
-            raise ValueError(f"num_images = {self.num_images} is not positive: choose at least 1")
+        for name, least in (("num_bytes", 1_000_000), ("vocab_size", 512), ("num_images", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} = {getattr(self, name)} is too small: choose at least {least:,}")
         if "://" in self.directory:
             raise ValueError(
                 f"directory = {self.directory!r} is a URI, but sample data are written to a local directory"
@@ -142,10 +140,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
     with refusals_on_one_line():
         config = tyro.cli(SampleDataConfig, args=arguments, prog="python -m jobs.sample_data", description=__doc__)
-    try:
+    with ending_in_one_line():
         print(make_sample_data(config))
-    except (ValueError, OSError) as error:
-        fail(str(error))
     return 0
 
 

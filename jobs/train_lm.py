@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jobs.engine.command_line import parse_preset, run_job
+from jobs.engine.command_line import run_job
+from jobs.scoring.command import run_training
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.presets.language_models import PRESETS
 
@@ -24,20 +25,15 @@ def look_at(config: LanguageModelConfig, export: str) -> list[str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
-    config, dry_run = parse_preset(PRESETS, arguments, job="train_lm", purpose=(__doc__ or "").splitlines()[0])
-    # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
-    from jobs.engine.launch import print_where_to_look, run_command
-    from jobs.scoring.mlflow_models import record_models
-    from jobs.tasks.language_model.plan import make_plan
-
-    outcome = run_command(config, make_plan, dry_run=dry_run, record_models=record_models)
-    if outcome is not None:
-        print_where_to_look(
-            outcome,
-            results="tokens.html shows a passage coloured by τ",
-            commands=[look_at(config, outcome["export"])],
-        )
-    return 0
+    return run_training(
+        arguments,
+        PRESETS,
+        "jobs.tasks.language_model.plan",
+        job="train_lm",
+        description=__doc__,
+        results="tokens.html shows a passage coloured by τ",
+        commands=lambda config, export: [look_at(config, export)],
+    )
 
 
 if __name__ == "__main__":

@@ -10,22 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jobs.engine.command_line import parse_preset, run_job
+from jobs.engine.command_line import run_job
+from jobs.scoring.command import run_training
 from jobs.tasks.presets.sentences import PRESETS
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
-    config, dry_run = parse_preset(PRESETS, arguments, job="train_sentences", purpose=(__doc__ or "").splitlines()[0])
-    # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
-    from jobs.engine.launch import print_where_to_look, run_command
-    from jobs.scoring.mlflow_models import record_models
-    from jobs.tasks.sentence_encoder.plan import make_plan
-
-    outcome = run_command(config, make_plan, dry_run=dry_run, record_models=record_models)
-    if outcome is not None:
-        print_where_to_look(outcome, results="curves.png", commands=[])
-    return 0
+    return run_training(
+        arguments,
+        PRESETS,
+        "jobs.tasks.sentence_encoder.plan",
+        job="train_sentences",
+        description=__doc__,
+        results="curves.png",
+    )
 
 
 if __name__ == "__main__":

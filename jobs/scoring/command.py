@@ -1,14 +1,15 @@
-"""The command line of the evaluations, and how every scoring job ends."""
+"""The bodies of commands: of evaluations, of training, and of jobs with subcommands, and how every scoring job ends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from importlib import import_module
+from typing import Any, TypeVar
 
 import tyro
 
-from jobs.engine.command_line import FAILED, fail, refusals_on_one_line
+from jobs.engine.command_line import FAILED, fail, parse_preset, refusals_on_one_line
 from jobs.scoring.config import EvaluationConfig
 
 Config = TypeVar("Config", bound=EvaluationConfig)
@@ -28,6 +29,65 @@ def ending_in_one_line() -> Iterator[None]:
         fail(str(error), FAILED)
 
 
+def parse_subcommand(
+    arguments: Sequence[str], jobs: Mapping[str, tuple[type[Any], str]], *, job: str, description: str | None
+) -> Any:
+    """Return the configuration that the arguments give for one of the subcommands (see :func:`run_subcommand`)."""
+    with refusals_on_one_line():
+        return tyro.extras.subcommand_cli_from_dict(
+            {name: kind for name, (kind, _) in jobs.items()},
+            args=arguments,
+            prog=f"python -m jobs.{job}",
+            description=description,
+        )
+
+
+def run_subcommand(
+    arguments: Sequence[str], jobs: Mapping[str, tuple[type[Any], str]], *, job: str, description: str | None
+) -> int:
+    """Parse a subcommand and run its function; `jobs` maps names to configuration and MODULE:FUNCTION.
+
+    The module is imported only now, so that `--help` and a wrong option are answered at once.
+    """
+    config = parse_subcommand(arguments, jobs, job=job, description=description)
+    module, _, function = next(place for kind, place in jobs.values() if type(config) is kind).partition(":")
+    with ending_in_one_line():
+        getattr(import_module(module), function)(config)
+    return 0
+
+
+def run_training(
+    arguments: Sequence[str],
+    presets: Mapping[str, Callable[[], Any]],
+    plan: str,
+    *,
+    job: str,
+    description: str | None,
+    results: str,
+    commands: Callable[[Any, str], list[list[str]]] = lambda config, export: [],
+) -> int:
+    """Parse the arguments, plan or train with `make_plan` of the module `plan`, and print where the results are.
+
+    Args:
+        arguments: the command-line arguments.
+        presets: preset name → function that returns its configuration.
+        plan: module of the plan.
+        job: name of the job.
+        description: docstring of the job.
+        results: the files that are worth opening in the report's directory.
+        commands: returns the commands to suggest for a configuration and its export.
+    """
+    config, dry_run = parse_preset(presets, arguments, job=job, purpose=(description or "").splitlines()[0])
+    # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
+    from jobs.engine.launch import print_where_to_look, run_command
+    from jobs.scoring.mlflow_models import record_models
+
+    outcome = run_command(config, import_module(plan).make_plan, dry_run=dry_run, record_models=record_models)
+    if outcome is not None:
+        print_where_to_look(outcome, results=results, commands=commands(config, outcome["export"]))
+    return 0
+
+
 def run_evaluation(
     arguments: Sequence[str], config_type: type[Config], launch: str, *, job: str, description: str | None
 ) -> int:
@@ -39,8 +99,6 @@ def run_evaluation(
     with refusals_on_one_line():
         config = tyro.cli(config_type, args=arguments, prog=f"python -m jobs.{job}", description=description)
     # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
-    from importlib import import_module
-
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     from jobs.engine.cluster import check_machine

@@ -23,18 +23,15 @@ from jobs.engine.cluster import start_ray
 from jobs.engine.config import WorkersSection
 from jobs.scoring.config import LanguageModelPool, PoolSection
 from jobs.scoring.units import Finished, UnitStore, Work, map_units
-from jobs.tasks.base import resolve_paths
+from jobs.tasks.base import autocast_dtype, resolve_paths
 from jobs.tasks.dual_encoder import data as pair_data
 from jobs.tasks.dual_encoder.config import ClipConfig
-from jobs.tasks.dual_encoder.features import caption_noise, embeddings_of, refer_to_towers
-from jobs.tasks.dual_encoder.models import build_encoder
-from jobs.tasks.language_model.base import refer_to_base
+from jobs.tasks.dual_encoder.data import build_encoder, caption_noise, embeddings_of, refer_to_towers
 from jobs.tasks.language_model.config import LanguageModelConfig
-from jobs.tasks.language_model.data import blocks_layout
-from jobs.tasks.language_model.features import features_of
-from jobs.tasks.language_model.models import autocast_dtype, build_base
+from jobs.tasks.language_model.data import blocks_layout, features_of, refer_to_base
+from jobs.tasks.language_model.models import build_base
 from jobs.tasks.language_model.validation import to_tensors
-from jobs.tasks.text.data import prepare_split
+from jobs.tasks.text import prepare_split
 from pipelines.features import FeatureFiles, FeaturePart, Features, PairEmbeddings, describe_bytes
 from pipelines.images.pairs import PairSource, pixel_hash, token_hash
 from pipelines.object_store import is_local

@@ -83,7 +83,7 @@ def cross_validate(work: CrossValidation) -> Results[Row]:
         uri=work.examples[0].tracking_uri,
         num_trials=len(work.cells),
         data_sets={
-            plan.data_name: data_set(f"{config.data.file or config.data.directory}/{plan.data_name}", plan.data_digest)
+            plan.data.name: data_set(f"{config.data.file or config.data.directory}/{plan.data.name}", plan.data.digest)
             for plan in work.examples
         },
     )

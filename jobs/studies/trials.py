@@ -180,7 +180,7 @@ def run_trials(
         num_concurrent: maximum number of trials at a time; 0: as many as fit into the cluster.
         data_cpus: logical CPUs that each trial uses to read data.
         num_side_by_side: number of trials whose networks train side by side on one base, for trials for which
-            `jobs.tasks.side_by_side.can_share_base` holds; 0: every trial runs by itself.
+            `jobs.tasks.base.can_share_base` holds; 0: every trial runs by itself.
 
     Raises:
         ValueError: if the cluster cannot run so many trials at a time, if a trial's directory holds another

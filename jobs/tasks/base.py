@@ -1,38 +1,65 @@
 """What all kinds of training have in common on the driver (`BasePlan`) and on a worker (`BaseTask`).
 
-A kind of training derives from both and adds what is special to it; the interfaces are in `jobs.engine.task`.
+A kind of training derives from both and adds what is special to it; the interfaces are in `jobs.engine.task`. Runs that
+train networks on one frozen base can do so side by side (`MembersTask`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
+import torch
 from torch import nn
 
 from jobs.engine.config import OptimizerSection, TrainingConfig
+from jobs.engine.curves import draw_curves, draw_histogram
+from jobs.engine.description import results
+from jobs.engine.failures import FatalTrainingError
 from jobs.engine.fields import resolve_fields, with_absolute_paths
-from jobs.engine.task import ParameterGroup, PreparedTask, trainable
+from jobs.engine.hardware import worker_device
+from jobs.engine.identity import fixed_values
+from jobs.engine.rho import RhoSteering
+from jobs.engine.task import Membership, ParameterGroup, PreparedTask, Statistics, Task, trainable
 from jobs.engine.tracking import TrackedRun
+from jobs.tasks.config import ReadSection
+from pipelines.block_cache import DIRECTORY_VARIABLE
+from pipelines.object_store import is_local
 from pipelines.plan import StreamPlan
+from pipelines.storage import read_json, resolve
 from pipelines.stream import READ_CPUS, Batch, RankStream, Source
+from tempnet.base_model import BASE_FILE, BaseReference, read_reference
+from tempnet.contrastive.state import SampleState
 
 Config = TypeVar("Config", bound=TrainingConfig)
+Stored = TypeVar("Stored", bound=Any)
+
+GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BasePlan(ABC, Generic[Config]):
-    """A plan with the defaults of `jobs.engine.task.Plan`: one reader for every worker, and no pages in the report."""
+    """A plan with the defaults of `jobs.engine.task.Plan`: one reader for every worker, and plots of what was measured."""
 
     config: Config
     """Configuration as the user gave it."""
     tracking_uri: str
     """MLflow tracking URI; empty if the run is not logged."""
+
+    unit: ClassVar[str] = ""
+    """Name of the units in which the speed is counted, such as pairs."""
+    curves: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Title of every panel of `curves.png` → the metrics that it shows."""
+    band: ClassVar[tuple[float, float] | None] = None
+    """Range of mean τ that `histogram.png` marks."""
 
     @property
     def data_cpus(self) -> float:
@@ -47,19 +74,59 @@ class BasePlan(ABC, Generic[Config]):
     def prepare(self) -> PreparedTask:
         """Prepare the data and resolve the values that depend on them."""
 
-    @abstractmethod
+    def rows(self, outcome: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Return name and text of the results that only this kind of training has."""
+        raise NotImplementedError
+
     def summary_table(self, outcome: Mapping[str, Any]) -> str:
         """Return the results of a finished run as text for the terminal."""
+        return results(self.rows(outcome), outcome, self.unit)
 
     def write_report(self, directory: Path, outcome: Mapping[str, Any], tracked: TrackedRun | None) -> None:
-        """Write the plots and pages of a finished run into a directory; none by default."""
+        """Write `histogram.png`, if temperatures differ, and `curves.png`, if the run is logged to MLflow."""
+        if outcome.get("histograms"):
+            draw_histogram(directory / "histogram.png", outcome, band=self.band)
+        if tracked and self.curves:
+            draw_curves(directory / "curves.png", tracked, self.curves, f"{outcome['run']}: {outcome['loss']}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataReference:
+    """What a worker needs to find the data of its task; manifests themselves may be too large to be sent."""
+
+    train: Any
+    """Directory of the prepared training data, or what is known of text that is still being prepared."""
+    validation: Any
+    """Directory of the prepared validation data."""
+    base: BaseReference | None = None
+    """The frozen base; None if the base is trained."""
+    features: tuple[str, str] | None = None
+    """Directories of what the frozen base has computed for both data sets; None: the base computes it."""
+    given_tau: np.ndarray | None = None
+    """(2, N) temperatures, float32, of the images and texts of the N training pairs for the loss `sogclr_given`."""
+
+
+def create_task(task: str, config: TrainingConfig, *rest: Any, **members: Any) -> Task:
+    """Create a task on a worker; `task` is MODULE:CLASS, and `rest` ends with the rank and the number of workers.
+
+    The module is imported only here, because it loads DeepSpeed, which the driver does not need.
+    """
+    module, _, name = task.partition(":")
+    created: Task = getattr(importlib.import_module(module), name)(config.with_num_workers(rest[-1]), *rest, **members)
+    return created
+
+
+def create_group_task(
+    task: str, data: Any, names: Sequence[str], configs: Sequence[Any], group: Any, rank: int, world_size: int
+) -> Task:
+    """Create the task of several runs on a worker (`jobs.engine.task.CreateGroupTask`)."""
+    return create_task(task, group, data, rank, world_size, names=names, configs=configs)
 
 
 class BaseTask(ABC, Generic[Config]):
     """A task with the defaults of `jobs.engine.task.Task`.
 
-    A unit is a sample, the FLOPs are unknown, the last model is exported, and there is no state besides what DeepSpeed
-    saves.
+    A unit is a sample, the FLOPs are unknown, and the last model is exported.
 
     Args:
         config: configuration of the run.
@@ -71,26 +138,22 @@ class BaseTask(ABC, Generic[Config]):
     """
 
     unit: str
+    base: BaseReference | None = None
+    """The frozen base; None if there is none."""
+    steering: RhoSteering | None = None
+    """Adjusts ρ; None if the loss has none."""
 
     def __init__(
-        self,
-        config: Config,
-        source: Source,
-        *,
-        plan: StreamPlan,
-        rank: int,
-        world_size: int,
-        **reading: Any,
+        self, config: Config, source: Source, *, plan: StreamPlan, rank: int, world_size: int, **reading: Any
     ) -> None:
         self.config, self.rank, self.world_size = config, rank, world_size
-        self.stream = RankStream(
-            source=source,
-            plan=plan,
-            batch_size=config.optimizer.batch_size,
-            rank=rank,
-            world_size=world_size,
-            **reading,
-        )
+        size = config.optimizer.batch_size
+        self.stream = RankStream(source=source, plan=plan, batch_size=size, rank=rank, world_size=world_size, **reading)
+
+    @property
+    def sample_state(self) -> SampleState | None:
+        """What the loss remembers of every sample; None if it remembers nothing."""
+        return None
 
     def flops_per_unit(self) -> float | None:
         """Return the FLOPs that training on one unit mathematically needs; None, because they are unknown."""
@@ -105,10 +168,185 @@ class BaseTask(ABC, Generic[Config]):
         return None
 
     def save(self, directory: Path) -> None:
-        """Save nothing: there is no state besides what DeepSpeed saves."""
+        """Save what DeepSpeed does not: ρ if it is adjusted, the state of this rank's samples, the name of a frozen base."""
+        _save_kept(directory, self.steering, self.sample_state)
+        if self.base is not None and self.rank == 0:
+            self.base.save(directory)
 
     def load(self, directory: Path, num_writers: int) -> None:
-        """Load nothing: there is no state besides what DeepSpeed saves."""
+        """Load what :meth:`save` wrote, whatever number of workers wrote it."""
+        check_checkpoint(directory, self.base)
+        _load_kept(directory, num_writers, self.steering, self.sample_state)
+
+
+def _save_kept(directory: Path, steering: RhoSteering | None, state: SampleState | None) -> None:
+    if steering is not None:
+        steering.save(directory)
+    if state is not None:
+        state.save(directory)
+
+
+def _load_kept(directory: Path, num_writers: int, steering: RhoSteering | None, state: SampleState | None) -> None:
+    if steering is not None:
+        steering.load(directory)
+    if state is not None:
+        state.load(directory, num_writers)
+
+
+def can_share_base(configs: Sequence[TrainingConfig]) -> bool:
+    """Return whether runs can train side by side: on one frozen base, with the same data in the same order.
+
+    They may differ in the temperature section and in the settings of the optimizer, except for the batch.
+    """
+    own = {f"optimizer.{item.name}" for item in dataclasses.fields(OptimizerSection)} | {"run.name"}
+    own -= {"optimizer.batch_size", "optimizer.micro_batch_size"}
+
+    def shared(config: TrainingConfig) -> dict[str, Any]:
+        values = fixed_values(config).items()
+        return {name: value for name, value in values if not name.startswith("temperature.") and name not in own}
+
+    networks_fit = all(config.trains_networks_alone and not config.run.start_from for config in configs)
+    return networks_fit and all(shared(config) == shared(configs[0]) for config in configs[1:])
+
+
+def membership(task: str, config: TrainingConfig, data: DataReference) -> Membership:
+    """Return what a run brings into a group of runs whose task is MODULE:CLASS."""
+    from functools import partial
+
+    return Membership(config=config, create_task=partial(create_group_task, task, data))
+
+
+class MembersTask:
+    """Mixin of a task of several members (`jobs.engine.side_by_side.MemberTask`), which comes before the task of one.
+
+    A class that has it sets `module` and `networks` when it is built, and keeps the statistics of a step in `statistics`.
+    Its arguments are those of the task of one run, with the configuration of the group, and the members.
+    """
+
+    config: TrainingConfig
+    rank: int
+    world_size: int
+    base: BaseReference | None
+    module: Any
+    """Holds the base once, and the network of every member."""
+    networks: Sequence[nn.Module]
+    """What is trained for every member."""
+    kept: Sequence[tuple[RhoSteering | None, SampleState | None]] = ()
+    """What steers the ρ of every member, and what its loss remembers."""
+    statistics: list[Statistics] | None = None
+    """Statistics of every member's last step, if they were requested."""
+
+    def __init__(self, *arguments: Any, names: Sequence[str], configs: Sequence[Any]) -> None:
+        super().__init__(*arguments)
+        self.names, self.configs = names, configs
+
+    def start_engine(self) -> Any:
+        """Return the engine that trains all networks (`jobs.engine.side_by_side`)."""
+        from jobs.engine.side_by_side import NetworksEngine
+
+        device = worker_device(self.config.workers)
+        return NetworksEngine(self.module, self.networks, self.configs, device=device, world_size=self.world_size)
+
+    def take_statistics(self) -> list[Statistics] | None:
+        """Return the statistics of every member's last step, if they were requested, and forget them."""
+        statistics, self.statistics = self.statistics, None
+        return statistics
+
+    def flops_per_unit(self) -> float | None:
+        """Return None: the share of the peak is not logged for several members."""
+        return None
+
+    def save(self, directory: Path) -> None:
+        """Save what the engine does not, of every member in a directory of its own, and the name of the base."""
+        for number, kept in enumerate(self.kept):
+            (own := directory / f"member-{number:03d}").mkdir()
+            _save_kept(own, *kept)
+        if self.base is not None and self.rank == 0:
+            self.base.save(directory)
+
+    def load(self, directory: Path, num_writers: int) -> None:
+        """Load what :meth:`save` wrote, whatever number of workers wrote it."""
+        check_checkpoint(directory, self.base)
+        for number, kept in enumerate(self.kept):
+            _load_kept(directory / f"member-{number:03d}", num_writers, *kept)
+
+
+def check_continues(config: TrainingConfig, path: str, found: BaseReference) -> BaseReference:
+    """Return the frozen base that is there now; a run that has begun on another one of the same name must not go on."""
+    held = read_json(f"{config.run.directory}/{BASE_FILE}")
+    if held is not None and (reason := _difference(BaseReference(path=found.path, digest=held["digest"]), found)):
+        raise ValueError(
+            f"model.path = {path!r}: run.name = {config.run.name!r} cannot continue: {reason}; or choose another run.name"
+        )
+    return found
+
+
+def check_checkpoint(directory: Path, base: BaseReference | None) -> None:
+    """Raise FatalTrainingError if a checkpoint was written on another frozen base than that of this run, if any."""
+    written_on = read_reference(directory)
+    if base is not None and written_on is not None and (reason := _difference(written_on, base)):
+        raise FatalTrainingError(reason)
+
+
+def _difference(wanted: BaseReference, found: BaseReference) -> str:
+    """Return why a base is not the wanted one; empty if it is."""
+    try:
+        wanted.check(found.digest)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def load_stored(wanted: Stored, data: Any, *, what: str, job: str) -> Stored:
+    """Return what a frozen base has computed for prepared data, as a job wants it; `what` says what is missing if it is."""
+    try:
+        found: Stored = type(wanted).load(wanted.directory, data)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"model.features = True, but {what} in {wanted.directory}: store them by the same command with "
+            f"jobs.prepare_features in the place of {job}"
+        ) from error
+    return found
+
+
+def check_resources(data: ReadSection) -> None:
+    """Check that some node has the custom resources of the tasks that read."""
+    if data.resources:  # a run in this process does without Ray, whose import takes seconds
+        from jobs.engine.cluster import check_placement
+
+        check_placement("data.reader_resources", data.resources)
+
+
+def num_stored_readers(directory: str) -> int:
+    """Return the number of readers of stored features.
+
+    Local files are memory-mapped, and a copy through Ray's object store would cost more than reading them.
+    """
+    return 0 if is_local(resolve(directory)[0]) else 1
+
+
+def cache_bytes(data: ReadSection, *, plan: StreamPlan, shard_bytes: Sequence[int], split: str = "") -> int:
+    """Return the size in bytes of the cache for reading shards, which is 0 if the cache is smaller than they need.
+
+    The order within a window is random, so with a cache that is smaller than a window a part of the samples would take
+    requests of their own. In a cache that holds a window, but not two, the next one is fetched when it begins. Shards that
+    are in no object store have 0 bytes. If the split is named, a cache that is too small is reported on the terminal.
+    """
+    if not data.cache_gib or not sum(shard_bytes):
+        return 0
+    need = plan.cache_need(shard_bytes)
+    if need <= data.cache_gib * GIB:
+        return round(data.cache_gib * GIB)
+    if split:
+        enough = f"{math.ceil(need / GIB * 100) / 100:g}"  # rounded up, so that a cache of this size is large enough
+        print(
+            f"warning: data.cache_gib = {data.cache_gib:g} is less than the {enough} GiB that the largest window of "
+            f"data.{split} takes, so data are read from the object store without a cache, sample by sample: set "
+            f"data.cache_gib to {enough} or more (twice as much lets the next window be fetched ahead), with room for "
+            f"it in ${DIRECTORY_VARIABLE} on every node, or choose a smaller data.shuffle_window",
+            flush=True,
+        )
+    return 0
 
 
 def resolve_paths(config: Config) -> Config:
@@ -132,6 +370,11 @@ def base_and_tempnet_groups(
         {"name": "base", "parameters": trainable(*base), "learning_rate": settings.learning_rate_base},
         {"name": "tempnet", "parameters": trainable(*tempnets), "learning_rate": settings.learning_rate_tempnet},
     ]
+
+
+def autocast_dtype(config: TrainingConfig) -> torch.dtype | None:
+    """Return the autocast dtype of a model's matrix products; None for float32."""
+    return torch.bfloat16 if config.workers.resolved_precision == "bf16" else None
 
 
 def count_parameters(*modules: nn.Module | None) -> int:

@@ -13,6 +13,7 @@ from image_archive_support import prepare
 from jobs.engine.config import OptimizerSection, RunSection, WorkersSection
 from jobs.scoring.features import Towers, read_pairs, units_of
 from jobs.scoring.units import UnitStore
+from jobs.tasks.base import DataReference
 from jobs.tasks.dual_encoder.config import (
     ClipConfig,
     DualEncoderSection,
@@ -20,9 +21,8 @@ from jobs.tasks.dual_encoder.config import (
     PairTemperatureSection,
     RetrievalValidationSection,
 )
-from jobs.tasks.dual_encoder.data import pair_source
-from jobs.tasks.dual_encoder.features import caption_noise, embeddings_of, refer_to_towers
-from jobs.tasks.dual_encoder.task import ClipTask, PairData
+from jobs.tasks.dual_encoder.data import caption_noise, embeddings_of, pair_source, refer_to_towers
+from jobs.tasks.dual_encoder.task import ClipTask
 from pipelines.features import PairEmbeddings
 from pipelines.images.manifest import ImageManifest
 from pipelines.stream import Batch
@@ -83,9 +83,11 @@ def store(config: ClipConfig, pairs: ImageManifest, split: str) -> PairEmbedding
 
 def make_data(
     config: ClipConfig, pairs: ImageManifest, stored: tuple[PairEmbeddings, PairEmbeddings] | None
-) -> PairData:
+) -> DataReference:
     """Return the data of a task on the pairs, or on their stored embeddings."""
-    return PairData(train=pairs, validation=pairs, given_tau=None, towers=refer_to_towers(config), embeddings=stored)
+    features = None if stored is None else (stored[0].directory, stored[1].directory)
+    directory = pairs.directory
+    return DataReference(train=directory, validation=directory, base=refer_to_towers(config), features=features)
 
 
 def batches_of(task: ClipTask) -> Iterator[Batch]:

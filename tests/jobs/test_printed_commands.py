@@ -31,6 +31,7 @@ from jobs import (
 )
 from jobs.engine.command_line import parse_preset
 from jobs.engine.launch import print_where_to_look
+from jobs.scoring.command import parse_subcommand
 from jobs.scoring.dual_encoders.config import EvaluateClipConfig
 from jobs.scoring.dual_encoders.evaluate import retrieval_sources
 from jobs.scoring.generation.config import GenerateConfig
@@ -67,8 +68,10 @@ PARSERS: dict[str, Callable[[Sequence[str]], Any]] = {
     "train_sentences": of_presets(sentences.PRESETS, "train_sentences"),
     "train_classifier": of_presets(classifiers.PRESETS, "train_classifier"),
     "sweep": of_presets(sweeps.PRESETS, "sweep"),
-    "analyse": lambda arguments: tyro.extras.subcommand_cli_from_dict(analyse.CONFIGS, args=arguments),
-    "calibrate": calibrate.parse,
+    "analyse": lambda arguments: parse_subcommand(arguments, analyse.ANALYSES, job="analyse", description=""),
+    "calibrate": lambda arguments: parse_subcommand(
+        arguments, calibrate.subcommands(arguments), job="calibrate", description=""
+    ),
     "evaluate_clip": of(EvaluateClipConfig),
     "evaluate_lm": of(EvaluateConfig),
     "evaluate_sentences": of(EvaluateSentencesConfig),

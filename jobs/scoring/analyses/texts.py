@@ -26,7 +26,7 @@ from pyarrow.fs import FileType
 
 from jobs.engine.description import markdown_table
 from jobs.engine.tracking import resolve_uri
-from jobs.scoring.analyses.config import TextAnalysis
+from jobs.scoring.analyses.config import Instructions, Subjectivity, TextAnalysis
 from jobs.scoring.results import Findings, picture, publish_findings
 from jobs.scoring.temperatures.config import PredictTemperaturesConfig
 from jobs.scoring.temperatures.texts import model_settings, predict_archives
@@ -155,6 +155,16 @@ def _csv_rows(path: str, needed: set[str]) -> Iterator[dict[str, Any]]:
         yield from reader
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read as CSV in UTF-8: {error}") from error
+
+
+def analyse_subjectivity(config: Subjectivity) -> dict[str, Any]:
+    """Run or continue the analysis of τ by subjectivity."""
+    return analyse(config, read_subjectivity(config.data, config.by), f"τ by subjectivity of the {config.by}")
+
+
+def analyse_instructions(config: Instructions) -> dict[str, Any]:
+    """Run or continue the analysis of τ by the verb of the instruction."""
+    return analyse(config, read_instructions(config.data, config.num_verbs), "τ by the verb of the instruction")
 
 
 def analyse(config: TextAnalysis, records: Records, title: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from jobs.tasks.language_model.calibration import calibrate
 from jobs.tasks.language_model.config import DataSection, LanguageModelConfig, ModelSection, TemperatureSection
 from jobs.tasks.language_model.data import blocks_layout
 from jobs.tasks.language_model.models import base_shapes
-from jobs.tasks.text.data import prepare_split
+from jobs.tasks.text import prepare_split
 from pipelines.archives import list_archives
 from pipelines.text.tokenization import load_tokenizer
 

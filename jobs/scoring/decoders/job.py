@@ -27,7 +27,7 @@ from jobs.scoring.results import Findings, publish_findings
 from jobs.scoring.text_parts import list_sources
 from jobs.scoring.units import Work, map_units
 from jobs.tasks.base import naming_field
-from jobs.tasks.language_model.training_text import warn_of_known_text
+from jobs.tasks.language_model.data import warn_of_known_text
 from pipelines.archives import Archive
 from pipelines.local_copy import check_source, local_copy
 from pipelines.problems import check_problems

@@ -37,7 +37,7 @@ from jobs.scoring.text_parts import (
 from jobs.scoring.units import Finished, to_parquet
 from jobs.tasks.base import naming_field
 from jobs.tasks.language_model.config import EndOfDocument
-from jobs.tasks.language_model.training_text import warn_of_known_text
+from jobs.tasks.language_model.data import warn_of_known_text
 from pipelines.archives import Archive
 from pipelines.local_copy import check_source, is_directory, local_copy
 from pipelines.storage import join

@@ -129,14 +129,14 @@ def _make_training_steps(config: LanguageModelConfig) -> dict[str, Callable[[], 
 
 def _make_generators(config: LanguageModelConfig) -> dict[str, Callable[[], None]]:
     """Returns the functions that sample tokens for a batch of prompts, by form."""
-    from jobs.tasks.language_model.models import build_base, build_tempnet, resolve_rho, state_size
+    from jobs.tasks.language_model.models import build_base, build_tempnet, state_size
     from pipelines.text.tokenization import load_tokenizer
     from tempnet.inference import CachedFold, attach
 
     device, tokenizer = _find_device(config), load_tokenizer(config.tokenizer)
     base = build_base(config, tokenizer).eval()
     base.to(device)
-    rho = resolve_rho(config, len(tokenizer))
+    rho = config.temperature.resolve_rho(len(tokenizer))
     assert rho is not None
     network = build_tempnet(config, len(tokenizer), rho, state_size=state_size(base)).eval().to(device)
     fold = CachedFold.of(base, network)

@@ -50,8 +50,8 @@ from jobs.studies.trials import (
     record_failures,
     run_trials,
 )
+from jobs.tasks.base import can_share_base
 from jobs.tasks.language_model.config import LanguageModelConfig
-from jobs.tasks.side_by_side import can_share_base
 from pipelines.storage import exists, read_json, resolve, write_json
 
 BEST_RUN_TAG = "best_run"

@@ -7,8 +7,7 @@ from typing import Any
 
 from jobs.engine.identity import with_fields
 from jobs.studies.sweeps.config import ClipSweep, LanguageModelSweep, SweepSection
-from jobs.tasks.presets import clip, language_models
-from jobs.tasks.presets.twins import named
+from jobs.tasks.presets import clip, language_models, named
 
 Preset = Callable[[], LanguageModelSweep | ClipSweep]
 

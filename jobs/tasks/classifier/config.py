@@ -13,6 +13,7 @@ from jobs.engine.config import EncoderSection, RunSection, TrackingSection, Trai
 from jobs.engine.fields import (
     FREE_TO_CHANGE,
     PATH,
+    check_not_negative,
     check_positive,
     check_share,
     find_duplicate,
@@ -59,8 +60,7 @@ class LabelledSection:
             raise ValueError(f"data.tasks = {self.tasks} is for data.directory, and data.file is given")
         if self.classes and not self.file:
             raise ValueError("data.classes is for data.file: SentEval's tasks have their own")
-        if self.num_examples < 0:
-            raise ValueError(f"data.num_examples = {self.num_examples} must not be negative")
+        check_not_negative("data", self, "num_examples")
         check_positive("data", self, "num_tokens")
         check_share("data", self, "max_bad_share")
 
@@ -87,8 +87,7 @@ class CentersSection:
 
     def __post_init__(self) -> None:
         check_positive("centers", self, "learning_rate")
-        if not self.regularizer >= 0.0:
-            raise ValueError(f"centers.regularizer = {self.regularizer:g} must not be negative")
+        check_not_negative("centers", self, "regularizer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,17 +147,15 @@ class GridSection:
                 raise ValueError(f"grid.{error}") from error
         if self.num_folds < 2:
             raise ValueError(f"grid.num_folds = {self.num_folds} must be at least 2")
-        if self.num_concurrent < 0:
-            raise ValueError(f"grid.num_concurrent = {self.num_concurrent} must not be negative")
+        check_not_negative("grid", self, "num_concurrent")
 
     @property
     def settings(self) -> list[SettingSection]:
         """All settings of the grid: the baseline, if requested, and every combination of the values."""
+        names = [item.name for item in dataclasses.fields(SoftTripleOptions)]
         combinations = [
-            SettingSection(num_centers=num_centers, gamma=gamma, scale=scale, margin=margin, beta=beta)
-            for num_centers, gamma, scale, margin, beta in itertools.product(
-                self.num_centers, self.gamma, self.scale, self.margin, self.beta
-            )
+            SettingSection(**dict(zip(names, values, strict=True)))
+            for values in itertools.product(*(getattr(self, name) for name in names))
         ]
         return [SettingSection(cross_entropy_alone=True)] * self.with_baseline + combinations
 
@@ -226,11 +223,7 @@ class CrossValidationConfig(TrainingConfig):
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Names of the tasks to cross-validate; a single empty name if the data are a file.
-
-        Raises:
-            FileNotFoundError: if the directory holds no task.
-        """
+        """Names of the tasks to cross-validate; a single empty name if the data are a file."""
         if self.data.file:
             return ("",)
         try:
@@ -239,11 +232,7 @@ class CrossValidationConfig(TrainingConfig):
             raise type(error)(f"data.directory: {error}") from error
 
     def cells(self) -> list[ClassifierConfig]:
-        """Return the configurations of all cells, with the settings to be compared on the same fold next to each other.
-
-        Raises:
-            FileNotFoundError: see :attr:`tasks`.
-        """
+        """Return the configurations of all cells, with the settings to be compared on the same fold next to each other."""
         grid = self.grid
         combinations = itertools.product(self.tasks, grid.seeds, range(grid.num_folds), grid.settings)
         return [self.cell(task, setting, seed, fold) for task, seed, fold, setting in combinations]
@@ -270,9 +259,5 @@ class CrossValidationConfig(TrainingConfig):
 
 
 def soft_triple_config(setting: SettingSection, centers: CentersSection) -> SoftTripleConfig:
-    """Return the configuration of the loss of a setting.
-
-    Raises:
-        ValueError: if a value is not legal; the message names the field.
-    """
+    """Return the configuration of the loss of a setting."""
     return SoftTripleConfig(regularizer=centers.regularizer, **values_of(setting, SoftTripleOptions))

@@ -1,34 +1,29 @@
-"""Reads labelled sentences, draws a subset of them, and divides them into folds."""
+"""Labelled sentences in folds, and the module to train on them: a Transformers classifier, and SoftTriple's centres."""
 
 from __future__ import annotations
 
 import numpy as np
 from sklearn.model_selection import StratifiedKFold
 from sklearn.utils import resample
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from jobs.engine.task import Task
-from jobs.tasks.classifier.config import ClassifierConfig, LabelledSection
+from jobs.engine import encoders
+from jobs.tasks.base import autocast_dtype, naming_field
+from jobs.tasks.classifier.config import ClassifierConfig, LabelledSection, soft_triple_config
 from pipelines.problems import TooManyProblemsError
 from pipelines.sentences.senteval import Examples, LabelledSource, SentenceTask, read_labelled, read_task
 from pipelines.text.tokenization import load_tokenizer
+from tempnet.contrastive.state import World
+from tempnet.models.sentence_encoder import num_positions
+from tempnet.models.triple_entropy_classifier import TripleEntropyClassifier
+from tempnet.soft_triple import SoftTriple
 
 
 def read_data(data: LabelledSection, name: str) -> tuple[SentenceTask, Examples]:
-    """Read a task and return it with those of its sentences that are to be divided into folds.
-
-    Args:
-        data: the data section of the configuration.
-        name: name of a SentEval task; ignored if the data are in `data.file`.
-
-    Raises:
-        ValueError, FileNotFoundError: if the data cannot be read; the message names the field, the file and the reason.
-        TooManyProblemsError: if too many lines are unreadable.
-    """
+    """Read a task and return it with those of its sentences that are to be divided into folds."""
     field = "data.file" if data.file else "data.directory"
-    try:
+    with naming_field(f"{field}: "):
         task = read_labelled(data.file, data.classes) if data.file else read_task(data.directory, name)
-    except (ValueError, OSError) as error:
-        raise type(error)(f"{field}: {error}") from error
     if (lost := sum(task.problems.values())) > data.max_bad_share * task.num_lines:
         raise TooManyProblemsError(
             f"{task.name}: {lost} of {task.num_lines} lines cannot be read, more than data.max_bad_share = "
@@ -47,11 +42,7 @@ def read_data(data: LabelledSection, name: str) -> tuple[SentenceTask, Examples]
 
 
 def check_folds(task: SentenceTask, examples: Examples, num_folds: int) -> None:
-    """Check that every class has at least as many sentences as there are folds.
-
-    Raises:
-        ValueError: if the smallest class has fewer; the message names it.
-    """
+    """Check that every class has at least as many sentences as there are folds."""
     counts = np.bincount(examples.labels, minlength=len(task.class_names))
     smallest = int(counts.argmin())
     if counts[smallest] < num_folds:
@@ -65,17 +56,11 @@ def check_folds(task: SentenceTask, examples: Examples, num_folds: int) -> None:
 
 
 def read_fold(config: ClassifierConfig) -> tuple[SentenceTask, LabelledSource, LabelledSource]:
-    """Return the task, and the tokenised training and held-out sentences of a cell.
-
-    Raises:
-        ValueError: if the tokenizer cannot be loaded or has no padding token. For other errors see :func:`read_data`.
-    """
+    """Return the task, and the tokenised training and held-out sentences of a cell."""
     task, examples = read_data(config.data, config.fold.task)
     check_folds(task, examples, config.fold.num_folds)
-    try:
+    with naming_field("data."):
         tokenizer = load_tokenizer(config.tokenizer, needs_eos=False)
-    except ValueError as error:
-        raise ValueError(f"data.{error}") from error
     if tokenizer.pad_token_id is None:
         raise ValueError(f"data.tokenizer = {config.tokenizer!r} has no padding token (pad_token)")
     source = LabelledSource.of(examples, tokenizer, num_tokens=config.data.num_tokens)
@@ -97,8 +82,37 @@ def _rows(examples: Examples, rows: np.ndarray) -> Examples:
     return Examples(chosen(examples.first), second, examples.labels[rows])
 
 
-def create_task(config: ClassifierConfig, rank: int, world_size: int) -> Task:
-    """Create the task on a worker."""
-    from jobs.tasks.classifier.task import ClassifierTask
-
-    return ClassifierTask(config.with_num_workers(world_size), rank, world_size)
+def build_model(
+    config: ClassifierConfig, tokenizer: PreTrainedTokenizerFast, class_names: tuple[str, ...]
+) -> TripleEntropyClassifier:
+    """Build the module to train on the CPU: a pretrained or random text model with a new head, the same on every rank."""
+    width = config.data.num_tokens
+    model = encoders.build_encoder(
+        config.model,
+        AutoModelForSequenceClassification,
+        what="text model",
+        tokenizer=tokenizer,
+        tokenizer_name=config.tokenizer,
+        num_tokens=width,
+        seed=config.run.seed,
+        with_checkpointing=config.workers.activation_checkpointing,
+        id2label=dict(enumerate(class_names)),
+        label2id={name: number for number, name in enumerate(class_names)},
+    )
+    model.config.pad_token_id = tokenizer.pad_token_id
+    most = num_positions(model.config)
+    if most is not None and width > most:
+        raise ValueError(
+            f"data.num_tokens = {width} is more than the {most} positions of the model: choose at most {most}"
+        )
+    soft_triple = None
+    if not config.setting.cross_entropy_alone:
+        settings = soft_triple_config(config.setting, config.centers)
+        soft_triple = SoftTriple(int(model.config.hidden_size), len(class_names), settings)
+    return TripleEntropyClassifier(
+        model,
+        soft_triple,
+        with_padding=config.centers.with_padding,
+        world=World.current(),
+        autocast_dtype=autocast_dtype(config),
+    )

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jobs.engine.description import describe_plan, results
+from jobs.engine.description import describe_plan
 from jobs.engine.launch import tracking_uri
 from jobs.engine.task import PreparedTask
-from jobs.tasks.base import BasePlan, count_parameters
+from jobs.tasks.base import BasePlan, count_parameters, create_task
 from jobs.tasks.classifier.config import ClassifierConfig
-from jobs.tasks.classifier.data import create_task, read_fold
-from jobs.tasks.classifier.models import build_model
+from jobs.tasks.classifier.data import build_model, read_fold
+from pipelines.sentences.senteval import SentenceTask
 from pipelines.text.tokenization import load_tokenizer
 
 
@@ -21,14 +21,10 @@ from pipelines.text.tokenization import load_tokenizer
 class ClassifierPlan(BasePlan[ClassifierConfig]):
     """The plan of a cell. A cell is one of many, so it has no report: its curves can be viewed in MLflow."""
 
-    data_name: str
-    """Name of the SentEval task or of the file."""
-    data_digest: str
-    """Digest of the data."""
-    problems: Mapping[str, int]
-    """Kind of problem → number of lines that could not be read for it."""
-    class_names: tuple[str, ...]
-    """Names of the classes."""
+    unit = "sentences"
+
+    data: SentenceTask
+    """The SentEval task, or the content of the file."""
     num_train: int
     """Number of training sentences."""
     num_held_out: int
@@ -52,14 +48,14 @@ class ClassifierPlan(BasePlan[ClassifierConfig]):
 
     def describe(self) -> str:
         """Return the plan as text for the terminal."""
-        config = self.config
+        config, names = self.config, self.data.class_names
         num_epochs = config.run.num_steps * config.optimizer.batch_size / self.num_train
         return describe_plan(
             config,
             about={
                 "loss": config.setting.name,
-                "data": f"{self.data_name}: {self.num_train} sentences to train on ({num_epochs:.1f} epochs), "
-                f"{self.num_held_out} held out, {len(self.class_names)} classes ({', '.join(self.class_names)}); "
+                "data": f"{self.data.name}: {self.num_train} sentences to train on ({num_epochs:.1f} epochs), "
+                f"{self.num_held_out} held out, {len(names)} classes ({', '.join(names)}); "
                 f"{self.share_cut:.2%} of the sentences were cut to {config.data.num_tokens} tokens",
             },
             num_units=config.optimizer.batch_size,
@@ -71,36 +67,32 @@ class ClassifierPlan(BasePlan[ClassifierConfig]):
 
     def prepare(self) -> PreparedTask:
         """Return the prepared task; the data need no preparation."""
-        source = self.config.data.file or f"{self.config.data.directory}/{self.data_name}"
+        source = self.config.data.file or f"{self.config.data.directory}/{self.data.name}"
+        counts = {"num_train": self.num_train, "num_held_out": self.num_held_out}
         return PreparedTask(
-            create_task=partial(create_task, self.config),
+            create_task=partial(create_task, "jobs.tasks.classifier.task:ClassifierTask", self.config),
             num_samples=self.num_train,
-            parameters={"num_train": self.num_train, "num_held_out": self.num_held_out, "num_cut": self.num_cut},
-            data_sets={"training": (self.data_name, self.data_digest, source)},
+            parameters={**counts, "num_cut": self.num_cut},
+            data_sets={"training": (self.data.name, self.data.digest, source)},
             outcome={
-                "class_names": list(self.class_names),
-                "num_train": self.num_train,
-                "num_held_out": self.num_held_out,
+                **counts,
+                "class_names": list(self.data.class_names),
                 "share_cut": self.share_cut,
-                "num_lines_lost": dict(self.problems),
+                "num_lines_lost": dict(self.data.problems),
             },
         )
 
-    def summary_table(self, outcome: Mapping[str, Any]) -> str:
-        """Return the results of a cell as text for the terminal."""
-        rows = [("held-out accuracy", f"{outcome['validation']['accuracy']:.2%}")]
-        rows.append(("held-out cross-entropy", f"{outcome['validation']['cross_entropy']:.4f}"))
-        rows.append((f"sentences cut to {self.config.data.num_tokens} tokens", f"{self.share_cut:.2%}"))
-        return results(rows, outcome, "sentences")
+    def rows(self, outcome: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Return accuracy and cross-entropy on the held-out sentences."""
+        return [
+            ("held-out accuracy", f"{outcome['validation']['accuracy']:.2%}"),
+            ("held-out cross-entropy", f"{outcome['validation']['cross_entropy']:.4f}"),
+            (f"sentences cut to {self.config.data.num_tokens} tokens", f"{self.share_cut:.2%}"),
+        ]
 
 
 def make_plan(config: ClassifierConfig) -> ClassifierPlan:
-    """Make the plan of a cell, checking everything that can be checked without Ray.
-
-    Raises:
-        ValueError, FileNotFoundError, OSError, TooManyProblemsError: if the configuration or data are refused; the
-            message names the field, the value and what would be legal.
-    """
+    """Make the plan of a cell, checking everything that can be checked without Ray."""
     uri = tracking_uri(config)
     task, train, held_out = read_fold(config)
     if (size := config.optimizer.batch_size) > len(train):
@@ -111,10 +103,7 @@ def make_plan(config: ClassifierConfig) -> ClassifierPlan:
     module = build_model(config, load_tokenizer(config.tokenizer, needs_eos=False), task.class_names)
     return ClassifierPlan(
         config=config,
-        data_name=task.name,
-        data_digest=task.digest,
-        problems=task.problems,
-        class_names=task.class_names,
+        data=task,
         num_train=len(train),
         num_held_out=len(held_out),
         num_cut=train.num_cut,

@@ -17,8 +17,7 @@ from jobs.engine.hardware import worker_device
 from jobs.engine.task import ParameterGroup, StepResult, trainable
 from jobs.tasks.base import BaseTask
 from jobs.tasks.classifier.config import ClassifierConfig
-from jobs.tasks.classifier.data import read_fold
-from jobs.tasks.classifier.models import build_model
+from jobs.tasks.classifier.data import build_model, read_fold
 from pipelines.plan import StreamPlan
 from pipelines.stream import Batch
 from pipelines.text.tokenization import load_tokenizer
@@ -57,17 +56,10 @@ class ClassifierTask(BaseTask[ClassifierConfig]):
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """Return two groups: the model, and the class centres with their own learning rate."""
+        rate, rate_centers = self.config.optimizer.learning_rate_base, self.config.centers.learning_rate
         return [
-            {
-                "name": "base",
-                "parameters": trainable(self.module.model),
-                "learning_rate": self.config.optimizer.learning_rate_base,
-            },
-            {
-                "name": "centers",
-                "parameters": trainable(self.module.soft_triple),
-                "learning_rate": self.config.centers.learning_rate,
-            },
+            {"name": "base", "parameters": trainable(self.module.model), "learning_rate": rate},
+            {"name": "centers", "parameters": trainable(self.module.soft_triple), "learning_rate": rate_centers},
         ]
 
     def train_step(
@@ -154,12 +146,8 @@ class ClassifierStatistics:
 def sentence_tensors(batch: Batch, device: torch.device, *, with_padding: bool, with_types: bool) -> dict[str, Tensor]:
     """Convert a batch into the arguments of `TripleEntropyClassifier`.
 
-    Args:
-        batch: the batch.
-        device: device of the tensors.
-        with_padding: whether padding counts in the loss. Then it is not trimmed to the longest sentence, so that all
-            ranks have the same amount of it.
-        with_types: whether the model has token types. A tokenizer may return them even for a model without.
+    If padding counts in the loss, it is not trimmed to the longest sentence, so that all ranks have the same amount of it.
+    A tokenizer may return token types even for a model without.
     """
     lengths = batch["lengths"]
     width = batch["input_ids"].shape[1] if with_padding else int(lengths.max())

@@ -6,16 +6,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jobs.engine.config import ValidationSection
-from jobs.engine.fields import (
-    FREE_TO_CHANGE,
-    PATH,
-    added_later,
-    check_not_negative,
-    check_positive,
-    check_share,
-    parse_resources,
-)
+from jobs.engine.fields import PATH, added_later, check_not_negative, check_positive, check_share
 from jobs.engine.temperature import ContrastiveSection, ContrastiveTrainingConfig
+from jobs.tasks.config import ReadSection
 from pipelines.images.views import AugmentationConfig
 from pipelines.local_copy import is_directory
 from pipelines.storage import join
@@ -27,7 +20,7 @@ MAX_IMAGE_SIZE = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairDataSection:
+class PairDataSection(ReadSection):
     """The images and captions, and how training views (augmented images) and tokens are made from them."""
 
     train: str = field(metadata=PATH)
@@ -62,33 +55,18 @@ class PairDataSection:
     """Number of RandAugment operations applied to each training image."""
     augmentation_magnitude: float = 7.0
     """Strength of the RandAugment operations, from 0 to 10."""
-    max_bad_share: float = 0.01
-    """Largest share of unreadable samples, in [0, 1], that is tolerated; above it the run fails."""
-    shuffle_window: int = 32_768
-    """Number of pairs within which the order is fully random; across windows only whole shards are permuted."""
     num_readers: int = 1
     """Number of concurrent tasks per worker that read and decode images. Ray reserves a quarter of a CPU for each."""
-    reader_resources: tuple[str, ...] = field(default=(), metadata=FREE_TO_CHANGE)
-    """Custom Ray resources NAME=AMOUNT that every task takes that indexes images or reads them for training, such as
-    reader=0.1: it then runs on nodes that were started with these resources."""
-    cache_gib: float = field(default=16.0, metadata=FREE_TO_CHANGE)
-    """GiB of each node's disk that hold data from an object store, in $TEMPNET_CACHE or else the directory of temporary
-    files; at least two windows. 0: no cache. Local data are never cached."""
 
     def __post_init__(self) -> None:
-        check_positive("data", self, "num_text_tokens", "min_crop_scale", "shuffle_window", "num_readers")
-        check_share("data", self, "max_bad_share", "caption_noise", "min_crop_scale", "flip_probability")
-        check_not_negative("data", self, "num_augmentations", "cache_gib")
-        assert self.resources is not None  # parsed here already, so that a wrong entry is refused
+        ReadSection.__post_init__(self)
+        check_positive("data", self, "num_text_tokens", "min_crop_scale", "num_readers")
+        check_share("data", self, "caption_noise", "min_crop_scale", "flip_probability")
+        check_not_negative("data", self, "num_augmentations")
         try:
             _ = self.augmentation  # described with every view, so that a wrong value is always refused
         except ValueError as error:  # only the magnitude is left to be refused
             raise ValueError(f"data.augmentation_{error}") from error
-
-    @property
-    def resources(self) -> dict[str, float]:
-        """Custom Ray resources of indexing and reading tasks."""
-        return parse_resources("data.reader_resources", self.reader_resources)
 
     @property
     def augmentation(self) -> AugmentationConfig | None:
@@ -226,8 +204,15 @@ class ClipConfig(ContrastiveTrainingConfig):
                 f"model.freeze = True leaves nothing to train with temperature.loss = {self.temperature.loss!r}: "
                 "choose tempnet or tempnet_in_batch"
             )
-        if self.model.features:
-            self._check_features()
+        if self.model.features and not self.model.freeze:
+            raise ValueError(
+                "model.features = True needs model.freeze True: the embeddings of towers that are trained change"
+            )
+        if self.model.features and self.data.view != "central":
+            raise ValueError(
+                f"model.features = True reads one stored embedding of every image, but data.view = {self.data.view!r} shows "
+                "another crop of it in every epoch: choose data.view central, or train on the towers (model.features False)"
+            )
         if not (self.data.tokenizer or self.model.text_path or self.model.path):
             raise ValueError("data.tokenizer is empty, and there is no model.path or model.text_path to take one from")
 
@@ -235,17 +220,6 @@ class ClipConfig(ContrastiveTrainingConfig):
     def trains_networks_alone(self) -> bool:
         """Whether the towers are frozen, so that only TempNets are trained."""
         return self.model.freeze
-
-    def _check_features(self) -> None:
-        if not self.model.freeze:
-            raise ValueError(
-                "model.features = True needs model.freeze True: the embeddings of towers that are trained change"
-            )
-        if self.data.view != "central":
-            raise ValueError(
-                f"model.features = True reads one stored embedding of every image, but data.view = {self.data.view!r} shows "
-                "another crop of it in every epoch: choose data.view central, or train on the towers (model.features False)"
-            )
 
     @property
     def tokenizer(self) -> str:

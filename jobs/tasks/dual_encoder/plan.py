@@ -1,10 +1,12 @@
-"""The plan of training a dual encoder: checks its configuration without Ray, and prepares the pairs."""
+"""The plan of training a dual encoder: checks its configuration without Ray, prepares the pairs, and shows the results."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -12,15 +14,28 @@ from transformers import PreTrainedTokenizerFast
 
 from jobs.engine.description import describe_plan
 from jobs.engine.launch import tracking_uri
-from jobs.engine.task import Membership, PreparedTask, data_set
+from jobs.engine.task import PreparedTask, data_set
 from jobs.engine.temperature import check_sizes
-from jobs.tasks.base import BasePlan, count_parameters, naming_field, resolve_paths
-from jobs.tasks.dual_encoder import report
+from jobs.tasks.base import (
+    BasePlan,
+    DataReference,
+    count_parameters,
+    create_task,
+    membership,
+    naming_field,
+    resolve_paths,
+)
 from jobs.tasks.dual_encoder.config import ClipConfig
-from jobs.tasks.dual_encoder.create import DataReference, create_group_task, create_task
-from jobs.tasks.dual_encoder.data import pair_source, preparation, prepare_split
-from jobs.tasks.dual_encoder.features import find_embeddings, refer_to_towers
-from jobs.tasks.dual_encoder.models import build_encoder, build_tempnets, encoder_sizes
+from jobs.tasks.dual_encoder.data import (
+    build_encoder,
+    build_tempnets,
+    encoder_sizes,
+    find_embeddings,
+    pair_source,
+    preparation,
+    prepare_split,
+    refer_to_towers,
+)
 from pipelines.images.captions import CaptionEncoder
 from pipelines.images.manifest import ImageManifest
 from pipelines.images.prepare import check_source
@@ -29,10 +44,23 @@ from pipelines.stream import READ_CPUS
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.base_model import BASE_FILE
 
+_TASKS = "jobs.tasks.dual_encoder.task"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipPlan(BasePlan[ClipConfig]):
     """The plan of training a dual encoder and its temperatures."""
+
+    unit = "pairs"
+    curves: ClassVar = {
+        "loss (training objective)": ("train/loss",),
+        "cross-entropy (all pairs)": ("validation/cross_entropy_tau",),
+        "recall": ("validation/mean_recall", "validation/text_recall@1", "validation/image_recall@1"),
+        "τ": ("train/tau_q05", "train/tau_mean", "train/tau_q95"),
+        "log u": ("train/log_u_mean",),
+    }
+    # The paper selects the run whose mean τ lies in this band (TempNet §6.2).
+    band = (0.01, 0.02)
 
     num_image_parameters: int
     """Number of parameters of the image tower with its projection; 0 with stored embeddings."""
@@ -40,9 +68,6 @@ class ClipPlan(BasePlan[ClipConfig]):
     """Number of parameters of the text tower with its projection; 0 with stored embeddings."""
     num_tempnet_parameters: int
     """Number of parameters of both TempNets together; 0 without TempNets."""
-
-    summary_table = staticmethod(report.summary_table)
-    write_report = staticmethod(report.write_report)
 
     @property
     def data_cpus(self) -> float:
@@ -56,6 +81,10 @@ class ClipPlan(BasePlan[ClipConfig]):
         size, workers = config.optimizer.batch_size, config.workers.max_workers
         num_base_parameters = self.num_image_parameters + self.num_text_parameters
         num_frozen = num_base_parameters if config.model.freeze else 0
+        towers = f"image tower {self.num_image_parameters:,}, text tower {self.num_text_parameters:,}"
+        towers += " (frozen)" if config.model.freeze else ""
+        if config.model.features:
+            towers = "towers none (frozen, their embeddings are read)"
         return describe_plan(
             config,
             about={
@@ -68,26 +97,15 @@ class ClipPlan(BasePlan[ClipConfig]):
             num_units=size,
             unit="pairs",
             readers="" if config.model.features else f"; {config.data.num_readers} readers each",
-            parameters=f"{self._describe_towers()}, TempNets {self.num_tempnet_parameters:,}",
+            parameters=f"{towers}, TempNets {self.num_tempnet_parameters:,}",
             num_trained=num_base_parameters + self.num_tempnet_parameters - num_frozen,
             num_frozen=num_frozen,
             tracking_uri=self.tracking_uri,
             notes=_notes(config),
         )
 
-    def _describe_towers(self) -> str:
-        if self.config.model.features:
-            return "towers none (frozen, their embeddings are read)"
-        frozen = " (frozen)" if self.config.model.freeze else ""
-        return f"image tower {self.num_image_parameters:,}, text tower {self.num_text_parameters:,}{frozen}"
-
     def prepare(self) -> PreparedTask:
-        """Index the images, unless this was done before, and read the table of temperatures if one is given.
-
-        Raises:
-            ValueError: also if the run began with other frozen towers than those that are now at model.path.
-            FileNotFoundError: if stored embeddings are wanted and missing.
-        """
+        """Index the images, unless this was done before, and read the table of temperatures if one is given."""
         config = resolve_paths(self.config)
         train, validation = prepare_split(config, "train"), prepare_split(config, "validation")
         check_sizes(
@@ -108,21 +126,20 @@ class ClipPlan(BasePlan[ClipConfig]):
             train=train.directory,
             validation=validation.directory,
             given_tau=_given_tau(config, train),
-            towers=towers,
-            embeddings=embeddings,
+            base=towers,
+            features=embeddings,
         )
         loss = config.temperature.loss_config
-        share_cut = {"train": pair_source(config, train).share_of_captions_cut()}
-        share_cut["validation"] = pair_source(config, validation).share_of_captions_cut()
+        splits = {"train": train, "validation": validation}
+        share_cut = {name: pair_source(config, pairs).share_of_captions_cut() for name, pairs in splits.items()}
         return PreparedTask(
-            create_task=partial(create_task, config, data),
-            membership=Membership(config=config, create_task=partial(create_group_task, data)),
+            create_task=partial(create_task, f"{_TASKS}:ClipTask", config, data),
+            membership=membership(f"{_TASKS}:SideBySideTask", config, data),
             num_samples=train.num_pairs,
             parameters={
                 "num_pairs": train.num_pairs,
                 "num_images": train.num_images,
-                "share_cut_train": share_cut["train"],
-                "share_cut_validation": share_cut["validation"],
+                **{f"share_cut_{name}": share for name, share in share_cut.items()},
             },
             data_sets={
                 "training": data_set(self.config.data.train, train.digest),
@@ -133,13 +150,39 @@ class ClipPlan(BasePlan[ClipConfig]):
                 "rho": loss.rho if loss.kind.uses_rho else None,
                 "tau_min": loss.tau_min,
                 "tau_max": loss.tau_max,
-                "num_samples_lost": {"train": dict(train.problems), "validation": dict(validation.problems)},
+                "num_samples_lost": {name: dict(pairs.problems) for name, pairs in splits.items()},
                 "share_cut": share_cut,
                 "num_text_tokens": config.data.num_text_tokens,
                 "num_pairs_train": train.num_pairs,
             },
             records={BASE_FILE: asdict(towers)} if towers is not None else {},
         )
+
+    def rows(self, outcome: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Return recalls, cross-entropy and temperatures."""
+        scores = outcome["validation"]
+        rows = [
+            ("loss", outcome["loss"] + (f", ρ = {outcome['rho']:g}" if outcome["rho"] is not None else "")),
+            ("cross-entropy at τ, all held-out pairs", f"{scores['cross_entropy_tau']:.4f}"),
+            ("mean recall, last", f"{scores['mean_recall']:.2%}"),
+        ]
+        if outcome["best_rating"] is not None:
+            rows.append(("mean recall, best (exported)", f"{outcome['best_rating']:.2%}"))
+        for direction, name in (("image → text", "text"), ("text → image", "image")):
+            figures = " / ".join(f"{scores[f'{name}_recall@{k}']:.2%}" for k in (1, 5, 10))
+            rows.append((f"R@1 / 5 / 10, {direction}", figures))
+        if "tau_mean" in scores:
+            low, high = self.band
+            where = "in" if low <= scores["tau_mean"] <= high else "outside"
+            spread = f" ± {scores['tau_std']:.4f}" if "tau_std" in scores else ""
+            rows.append(("mean τ", f"{scores['tau_mean']:.4f}{spread} ({where} the papers' band {low:g} to {high:g})"))
+            for name, noun in (("image", "images"), ("text", "captions")):
+                if f"{name}_tau_mean" in scores:
+                    rows.append((f"  of {noun}", f"{scores[f'{name}_tau_mean']:.4f} ± {scores[f'{name}_tau_std']:.4f}"))
+        if share_cut := outcome.get("share_cut"):  # missing in the outcomes of older runs
+            name = f"captions cut to {outcome['num_text_tokens']} tokens"
+            rows.append((name, ", ".join(f"{share:.2%} ({split})" for split, share in share_cut.items())))
+        return rows
 
 
 def _notes(config: ClipConfig) -> list[str]:
@@ -157,12 +200,7 @@ def _notes(config: ClipConfig) -> list[str]:
 
 
 def make_plan(config: ClipConfig) -> ClipPlan:
-    """Make the plan of a run, checking everything that can be checked without Ray.
-
-    Raises:
-        ValueError, FileNotFoundError, OSError: if the configuration is refused; the message names the field, the value
-            and what would be legal.
-    """
+    """Make the plan of a run, checking everything that can be checked without Ray."""
     uri = tracking_uri(config)
     for split in ("train", "validation"):
         with naming_field(f"data.{split}: "):

@@ -1,90 +1,74 @@
-"""The task of training a dual encoder and its temperatures, as the training loop runs it on a worker."""
+"""The task of training a dual encoder and its temperatures, as the loop runs it on a worker, alone or with others."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from deepspeed import DeepSpeedEngine
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
 
+from jobs.engine.export import open_export
 from jobs.engine.hardware import worker_device
 from jobs.engine.rho import ContrastiveSteering
 from jobs.engine.task import ParameterGroup, StepResult
-from jobs.tasks.base import BaseTask, base_and_tempnet_groups
+from jobs.tasks.base import (
+    GIB,
+    BaseTask,
+    DataReference,
+    MembersTask,
+    base_and_tempnet_groups,
+    num_stored_readers,
+)
 from jobs.tasks.dual_encoder.config import ClipConfig
-from jobs.tasks.dual_encoder.data import pair_source, random_pairs
-from jobs.tasks.dual_encoder.export import export_encoder
-from jobs.tasks.dual_encoder.models import build_encoder, build_model
-from jobs.tasks.dual_encoder.scores import MAX_PAIRS_COMPARED, rivals, score
-from jobs.tasks.dual_encoder.validation import HeldOut, HeldOutSet, RetrievalSet, StoredSet
-from jobs.tasks.frozen_base import check_checkpoint
-from jobs.tasks.node_cache import GIB
+from jobs.tasks.dual_encoder.data import add_loss, build_encoder, pair_source, random_pairs
+from jobs.tasks.dual_encoder.validation import MAX_PAIRS_COMPARED, HeldOut, RetrievalSet, rivals, score
 from pipelines.features import EmbeddingSource, PairEmbeddings
 from pipelines.images.manifest import ImageManifest
 from pipelines.images.pairs import PairSource
-from pipelines.object_store import is_local
-from pipelines.storage import resolve
 from pipelines.stream import Batch
 from pipelines.text.tokenization import load_tokenizer
-from tempnet.base_model import BaseReference
 from tempnet.contrastive.config import gamma_at
-from tempnet.contrastive.losses import PairStatistics
-from tempnet.models.dual_encoder import DualEncoder
+from tempnet.contrastive.losses import ContrastiveLoss, PairStatistics, contrastive_losses
+from tempnet.contrastive.state import SampleState
+from tempnet.models.dual_encoder import (
+    IMAGE_TEMPNET_DIRECTORY,
+    TEXT_TEMPNET_DIRECTORY,
+    DualEncoder,
+    save_training_temperature,
+)
 from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
 
 _FIELDS = ("images", "input_ids", "attention_mask", "image_embeddings", "text_embeddings", "ids", "image_ids")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairData:
-    """The data of a task."""
-
-    train: ImageManifest
-    """Manifest of the training pairs."""
-    validation: ImageManifest
-    """Manifest of the validation pairs."""
-    given_tau: np.ndarray | None
-    """(2, N) temperatures of the images and texts of the training pairs, for the loss `sogclr_given`."""
-    towers: BaseReference | None
-    """Reference to the frozen towers; None if the towers are trained."""
-    embeddings: tuple[PairEmbeddings, PairEmbeddings] | None
-    """The stored embeddings of training and validation pairs; None if the towers compute them."""
-
-
 class ClipTask(BaseTask[ClipConfig]):
-    """The task of training a dual encoder and its temperatures; the methods are described in `jobs.engine.task.Task`.
-
-    Args:
-        config: configuration of the run.
-        data: the data.
-        rank: rank of this worker.
-        world_size: number of workers.
-    """
+    """The task of training a dual encoder and its temperatures; the methods are described in `jobs.engine.task.Task`."""
 
     unit = "pairs"
     module: TemperatureDualEncoder
+    steering: ContrastiveSteering
 
-    def __init__(self, config: ClipConfig, data: PairData, rank: int, world_size: int) -> None:
-        self.data = data
+    def __init__(self, config: ClipConfig, data: DataReference, rank: int, world_size: int) -> None:
+        self.data, self.base = data, data.base
+        self.train, self.held_out_pairs = ImageManifest.load(data.train), ImageManifest.load(data.validation)
         self.source: PairSource | EmbeddingSource
         reading: dict[str, Any]
-        if data.embeddings is None:
-            self.source = pair_source(config, data.train)
+        if data.features is None:
+            self.source = pair_source(config, self.train)
             # Decoded images are large and decoding is slow, so small tasks are shared among several readers.
             reading = {"num_readers": config.data.num_readers, "num_batches_per_task": 8, "num_batches_per_output": 1}
         else:
-            self.source = EmbeddingSource(embeddings=data.embeddings[0], cache_bytes=round(config.data.cache_gib * GIB))
-            # Local files are memory-mapped, and a copy through Ray's object store would cost more than reading them.
-            reading = {"num_readers": 0 if is_local(resolve(data.embeddings[0].directory)[0]) else 1}
+            embeddings = PairEmbeddings.load(data.features[0], self.train)
+            self.source = EmbeddingSource(embeddings=embeddings, cache_bytes=round(config.data.cache_gib * GIB))
+            reading = {"num_readers": num_stored_readers(embeddings.directory)}
         super().__init__(
             config,
             self.source,
-            plan=data.train.plan(seed=config.run.seed, window_size=config.data.shuffle_window),
+            plan=self.train.plan(seed=config.run.seed, window_size=config.data.shuffle_window),
             rank=rank,
             world_size=world_size,
             reader_resources=config.data.resources,
@@ -96,31 +80,46 @@ class ClipTask(BaseTask[ClipConfig]):
     def build(self, *, is_fresh: bool) -> None:
         """Build the module with its per-sample state, initialise the prototypes, and find the validation set."""
         device = worker_device(self.config.workers)
-        num_pairs = self.data.train.num_pairs
-        tokenizer = load_tokenizer(self.config.tokenizer, needs_eos=False)
-        self.module = build_model(self.config, tokenizer, num_pairs=num_pairs, device=device)
-        if is_fresh and self.config.temperature.needs_tempnets and self.config.temperature.projection:
-            self.init_prototypes(self.module, self.config, device)
-        self.steering = ContrastiveSteering(self.config.temperature, self.module.loss, num_pairs)
+        self.module = add_loss(self._build_towers(), self.config, num_pairs=self.train.num_pairs, device=device)
+        if is_fresh:
+            self._init_prototypes(self.module, self.config, device)
+        self.steering = ContrastiveSteering(self.config.temperature, self.module.loss, self.train.num_pairs)
         if self.data.given_tau is not None:
             assert self.module.loss.state is not None
             self.module.loss.state.fill("tau", torch.from_numpy(self.data.given_tau))
-        self.retrieval = self.find_held_out()
+        self._find_held_out()
 
-    def find_held_out(self) -> HeldOutSet:
-        """Return the validation set."""
-        if self.data.embeddings is not None:
-            return StoredSet(stored=self.data.embeddings[1], num_images=self.config.validation.num_images)
-        return RetrievalSet.read(pair_source(self.config, self.data.validation), self.config)
+    def _build_towers(self) -> DualEncoder | None:
+        """Return the towers; None with stored embeddings."""
+        if self.data.features is not None:
+            return None
+        return build_encoder(self.config, load_tokenizer(self.config.tokenizer, needs_eos=False))
+
+    def _find_held_out(self) -> None:
+        """Read the stored embeddings of the validation set, or its captions."""
+        if self.data.features is None:
+            self.retrieval = RetrievalSet(pair_source(self.config, self.held_out_pairs), self.config)
+            return
+        total = self.held_out_pairs.num_images
+        number = min(self.config.validation.num_images or total, total)
+        image, text, owner = PairEmbeddings.load(self.data.features[1], self.held_out_pairs).read_held_out(number)
+        self._frozen_held_out = HeldOut(image=torch.from_numpy(image), text=torch.from_numpy(text), image_of_text=owner)
 
     @torch.no_grad()
-    def init_prototypes(self, module: TemperatureDualEncoder, config: ClipConfig, device: torch.device) -> None:
+    def _init_prototypes(self, module: TemperatureDualEncoder, config: ClipConfig, device: torch.device) -> None:
         """Initialise the TempNets' prototypes from embeddings of random training images and texts, the same on every rank."""
-        ids = random_pairs(self.data.train.num_pairs, config.temperature.num_prototypes, config.run.seed)
+        if not (config.temperature.needs_tempnets and config.temperature.projection):
+            return
+        ids = random_pairs(self.train.num_pairs, config.temperature.num_prototypes, config.run.seed)
         tensors = tensors_of(self.source.read(*self.source.locate(ids), 0), device)
         module.eval()
         module.init_prototypes(*module.embed(**inputs_of(tensors)))
         module.train()
+
+    @property
+    def sample_state(self) -> SampleState | None:
+        """What the loss remembers of every sample; None if it remembers nothing."""
+        return self.module.loss.state
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """Return two groups: towers, projections and the learned scalar temperature, if any; and the TempNets."""
@@ -157,8 +156,8 @@ class ClipTask(BaseTask[ClipConfig]):
 
         They belong to these pairs and say nothing of others, so that no held-out pair could judge them.
         """
-        number = min(self.data.train.num_pairs, MAX_PAIRS_COMPARED)
-        ids = random_pairs(self.data.train.num_pairs, number, self.config.run.seed)
+        number = min(self.train.num_pairs, MAX_PAIRS_COMPARED)
+        ids = random_pairs(self.train.num_pairs, number, self.config.run.seed)
         parts = []
         for at in range(0, number, self.config.validation.batch_size):
             chosen = ids[at : at + self.config.validation.batch_size]
@@ -180,6 +179,7 @@ class ClipTask(BaseTask[ClipConfig]):
         """Return the embeddings of the validation set; those of frozen towers are computed once."""
         if self._frozen_held_out is not None:
             return self._frozen_held_out
+        assert module.encoder is not None
         held_out = self.retrieval.embeddings(module.encoder, module.loss.world, device)
         if self.config.model.freeze:
             self._frozen_held_out = held_out
@@ -200,34 +200,95 @@ class ClipTask(BaseTask[ClipConfig]):
 
     def export(self) -> None:
         """Write dual encoder, tokenizer and TempNets; towers whose embeddings were stored are loaded for this."""
-        self.export_to(self.config.run.export_directory, self.module)
+        self._export(self.config.run.export_directory, self.module)
 
-    def export_to(self, uri: str, module: TemperatureDualEncoder) -> None:
-        """Write the export of a module to the directory at `uri`, if this is the first rank."""
-        if self.rank != 0:
-            return
-        tokenizer = load_tokenizer(self.config.tokenizer, needs_eos=False)
-        self._exported_towers = module.encoder or self._exported_towers or build_encoder(self.config, tokenizer)
-        export_encoder(self._exported_towers, module.loss, tokenizer, uri)
+    def _export(self, uri: str, module: TemperatureDualEncoder) -> None:
+        if self.rank == 0:
+            tokenizer = load_tokenizer(self.config.tokenizer, needs_eos=False)
+            self._exported_towers = module.encoder or self._exported_towers or build_encoder(self.config, tokenizer)
+            export_encoder(self._exported_towers, module.loss, tokenizer, uri)
 
-    def save(self, directory: Path) -> None:
-        """Save the loss's state of this rank's samples, ρ if it is adjusted, and the name of frozen towers."""
-        self.steering.save(directory)
-        if self.module.loss.state is not None:
-            self.module.loss.state.save(directory)
-        if self.data.towers is not None and self.rank == 0:
-            self.data.towers.save(directory)
 
-    def load(self, directory: Path, num_writers: int) -> None:
-        """Load the loss's state of this rank's samples, whichever ranks saved it, and ρ.
+class SideBySideTask(MembersTask, ClipTask):
+    """The task of training the TempNets of several runs on the same towers (`jobs.engine.side_by_side.MemberTask`).
 
-        Raises:
-            FatalTrainingError: if the checkpoint was written on other frozen towers.
-        """
-        check_checkpoint(directory, self.data.towers)
-        self.steering.load(directory)
-        if self.module.loss.state is not None:
-            self.module.loss.state.load(directory, num_writers)
+    The embeddings of a batch and their similarities are computed once, or the embeddings are read. Every member has its own
+    loss, with its TempNets and its per-sample state, and its own ρ if that is adjusted.
+    """
+
+    config: ClipConfig
+    module: Any
+
+    def build(self, *, is_fresh: bool) -> None:
+        """Build the towers once, and every loss as in a run of its own; find the validation set."""
+        device, num_pairs = worker_device(self.config.workers), self.train.num_pairs
+        encoder = self._build_towers()
+        self.modules: list[TemperatureDualEncoder] = [
+            add_loss(encoder, config, num_pairs=num_pairs, device=device) for config in self.configs
+        ]
+        self.steerings = []
+        for config, module in zip(self.configs, self.modules, strict=True):
+            if is_fresh:
+                self._init_prototypes(module, config, device)
+            self.steerings.append(ContrastiveSteering(config.temperature, module.loss, num_pairs))
+        self.module = nn.ModuleList(self.modules)
+        self.networks = [module.loss for module in self.modules]
+        self.kept = [(one, module.loss.state) for one, module in zip(self.steerings, self.modules, strict=True)]
+        self._find_held_out()
+
+    def train_step(self, engine: Any, batch: Batch, *, step: int, num_units: int, with_statistics: bool) -> StepResult:
+        """Train all networks on one global batch; the loss has one entry for each member."""
+        tensors = tensors_of(batch, engine.device)
+        image, text = self.modules[0].embed(**inputs_of(tensors))
+        losses = [config.temperature.loss_config for config in self.configs]
+        outputs = contrastive_losses(
+            [module.loss for module in self.modules],
+            image,
+            text,
+            tensors["ids"],
+            tensors["image_ids"],
+            gammas=[gamma_at(loss, step, self.config.run.num_steps) for loss in losses],
+        )
+        # Gradients are W times those of this rank's part of the loss, because the engine averages them.
+        values = torch.stack([output["loss"] for output in outputs])
+        values.sum().backward()
+        are_steered = [
+            steering.follows(optimizer) for steering, optimizer in zip(self.steerings, engine.optimizers, strict=True)
+        ]
+        engine.step()
+        for steering, is_steered, output in zip(self.steerings, are_steered, outputs, strict=True):
+            if is_steered:
+                steering.observe_pairs(output)
+        if with_statistics:
+            self.statistics = [PairStatistics.of(output, loss) for output, loss in zip(outputs, losses, strict=True)]
+        return StepResult(values.detach() / self.world_size, None)
+
+    def validate_member(self, number: int, *, with_details: bool) -> tuple[dict[str, float], dict[str, Any] | None]:
+        """Validate one member; the embeddings of the validation set and its recalls are computed once, for all members."""
+        module, device = self.modules[number], worker_device(self.config.workers)
+        scores, details = score(module, self.held_out(module, device), device, with_details=with_details)
+        return scores | self.steerings[number].scores(), details
+
+    def export_member(self, number: int) -> None:
+        """Write the export of one member into its own directory."""
+        self._export(self.configs[number].run.export_directory, self.modules[number])
+
+
+def export_encoder(encoder: DualEncoder, loss: ContrastiveLoss, tokenizer: PreTrainedTokenizerFast, uri: str) -> None:
+    """Write dual encoder, tokenizer and the loss's TempNets or constant τ into `uri`, overwriting an earlier export.
+
+    The towers load with Transformers alone.
+    """
+    with open_export(uri) as directory:
+        encoder.save_pretrained(directory, tokenizer)
+        if (tau := loss.constant_tau) is not None:
+            save_training_temperature(directory, tau)
+        for network, name in (
+            (loss.image_tempnet, IMAGE_TEMPNET_DIRECTORY),
+            (loss.text_tempnet, TEXT_TEMPNET_DIRECTORY),
+        ):
+            if network is not None:
+                network.save_pretrained(directory / name)
 
 
 def tensors_of(batch: Batch, device: torch.device) -> dict[str, Tensor]:

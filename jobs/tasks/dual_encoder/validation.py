@@ -1,4 +1,4 @@
-"""The held-out images and captions of a run: their embeddings, mean recall, and the cross-entropy of retrieving them.
+"""The held-out images and captions of a run: their embeddings, mean recall, and scores of the temperatures of every loss.
 
 Every rank encodes its part, and the embeddings are gathered, so the scores are the same on all ranks and do not depend
 on their number. Embeddings that are stored are read by every rank.
@@ -8,10 +8,10 @@ Shapes: n images, m captions, d the width of an embedding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +19,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jobs.tasks.dual_encoder.config import ClipConfig
-from pipelines.features import PairEmbeddings
 from pipelines.images.pairs import PairSource
+from tempnet.baselines import compare_with_constants
+from tempnet.contrastive.config import ContrastiveLossConfig
+from tempnet.contrastive.losses import ContrastiveLoss, held_out_losses
 from tempnet.contrastive.retrieval import cross_entropy, recall
 from tempnet.contrastive.state import World
 from tempnet.models.dual_encoder import DualEncoder
+from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
+from tempnet.statistics import histogram_of
+
+# Number of pairs on which predicted temperatures are compared with constants; the cost is quadratic in this number.
+MAX_PAIRS_COMPARED = 4096
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, which leave no place for a cached property
@@ -45,71 +52,23 @@ class HeldOut:
         return recall(self.image, self.text, owners) | {"positive_cosine": cosine}
 
     def scores(self, tau: tuple[Tensor, Tensor] | None) -> dict[str, float]:
-        """Return :attr:`recalls` and the cross-entropy at the temperatures.
-
-        Args:
-            tau: temperatures of the images and of the texts; None for the temperature-free loss.
-        """
+        """Return :attr:`recalls` and the cross-entropy at the temperatures of images and texts; None: temperature-free."""
         owners = torch.from_numpy(self.image_of_text)
         return self.recalls | {"cross_entropy_tau": cross_entropy(self.image, self.text, owners, tau)}
 
 
-class HeldOutSet(Protocol):
-    """The held-out images and all their captions, whose embeddings are computed or were stored."""
-
-    def embeddings(self, encoder: DualEncoder | None, world: World, device: torch.device) -> HeldOut:
-        """Return all embeddings, on the CPU. All ranks must call this."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredSet:
-    """Held-out images and captions whose embeddings are stored."""
-
-    stored: PairEmbeddings
-    """The stored embeddings."""
-    num_images: int
-    """Number n of images that are scored, counted from the first; 0: all."""
-
-    def embeddings(self, encoder: DualEncoder | None, world: World, device: torch.device) -> HeldOut:
-        """Read all embeddings; every rank reads all of them."""
-        total = self.stored.pairs.num_images
-        image, text, image_of_text = self.stored.read_held_out(min(self.num_images or total, total))
-        return HeldOut(image=torch.from_numpy(image), text=torch.from_numpy(text), image_of_text=image_of_text)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RetrievalSet:
-    """Held-out images and captions that an encoder is run over."""
+    """Held-out images, the first `validation.num_images` (0: all), and captions that an encoder is run over."""
 
-    source: PairSource
-    """Source that reads the images and tokenises the captions."""
-    captions: tuple[str, ...]
-    """All m captions."""
-    image_of_text: np.ndarray
-    """(m,) number of the image that each caption belongs to."""
-    num_images: int
-    """n, the number of images."""
-    batch_size: int
-    """Number of images or captions that a worker encodes at a time."""
-
-    @classmethod
-    def read(cls, source: PairSource, config: ClipConfig) -> RetrievalSet:
-        """Read the captions of the first `validation.num_images` images (0: all)."""
+    def __init__(self, source: PairSource, config: ClipConfig) -> None:
         captions, image_of_text = source.captions()
-        num_images = min(config.validation.num_images or source.manifest.num_images, source.manifest.num_images)
-        chosen = np.flatnonzero(image_of_text < num_images)
-        return cls(
-            source=source,
-            captions=tuple(captions[index] for index in chosen),
-            image_of_text=image_of_text[chosen],
-            num_images=num_images,
-            batch_size=config.validation.batch_size,
-        )
+        self.num_images = min(config.validation.num_images or source.manifest.num_images, source.manifest.num_images)
+        chosen = np.flatnonzero(image_of_text < self.num_images)
+        self.captions, self.image_of_text = [captions[index] for index in chosen], image_of_text[chosen]
+        self.source, self.batch_size = source, config.validation.batch_size
 
-    def embeddings(self, encoder: DualEncoder | None, world: World, device: torch.device) -> HeldOut:
-        """Return all embeddings, of which every rank computes its part. All ranks must call this."""
-        assert encoder is not None
+    def embeddings(self, encoder: DualEncoder, world: World, device: torch.device) -> HeldOut:
+        """Return all embeddings, on the CPU; every rank computes its part. All ranks must call this."""
 
         def encode_images(numbers: np.ndarray) -> Tensor:
             return encoder.encode_images(torch.from_numpy(self.source.read_images(numbers)).to(device))
@@ -132,10 +91,114 @@ class RetrievalSet:
         """Encode this rank's share of the items 0 … count − 1, and gather the embeddings of all ranks."""
         size = -(-count // world.size)
         share = np.arange(min(world.rank * size, count), min((world.rank + 1) * size, count))
-        parts = [encode(part) for part in self._batches(share if len(share) else np.arange(1))]
+        numbers = share if len(share) else np.arange(1)
+        parts = [encode(numbers[at : at + self.batch_size]) for at in range(0, len(numbers), self.batch_size)]
         local = torch.cat(parts)[: len(share)].to(device)
         return world.gather(F.pad(local, (0, 0, 0, size - len(local))))[:count].cpu()
 
-    def _batches(self, numbers: np.ndarray) -> Iterator[np.ndarray]:
-        for at in range(0, len(numbers), self.batch_size):
-            yield numbers[at : at + self.batch_size]
+
+def score(
+    module: TemperatureDualEncoder, held_out: HeldOut, device: torch.device, *, with_details: bool
+) -> tuple[dict[str, float], dict[str, Any] | None]:
+    """Return recalls, cross-entropy and figures of τ. All ranks must call this, in eval mode and without gradients.
+
+    The details are histograms of τ and, on rank 0, a comparison with constant temperatures.
+    """
+    loss, predicted = module.loss, None
+    if loss.image_tempnet is not None:
+        tau = module.predict_temperatures(held_out.image.to(device), held_out.text.to(device))
+        predicted = (tau[0].cpu(), tau[1].cpu())
+    scores = _temperature_scores(loss, predicted)
+    scores |= held_out.scores(predicted or one_temperature(loss.config, scores))
+    if not with_details:
+        return scores, None
+    details: dict[str, Any] = {"histograms": _histograms(loss, predicted)}
+    if predicted and loss.world.rank == 0:
+        owner = torch.from_numpy(held_out.image_of_text)[:MAX_PAIRS_COMPARED]
+        image, text = held_out.image[owner], held_out.text[: len(owner)]
+        of_pairs = torch.stack([predicted[0][owner], predicted[1][: len(owner)]])
+        details |= {
+            "rivals": rivals(image, text, owner, of_pairs, loss.config),
+            "judged_by": loss.config.kind.objective,
+        }
+    return scores, details
+
+
+def _temperature_scores(loss: ContrastiveLoss, predicted: tuple[Tensor, Tensor] | None) -> dict[str, float]:
+    """Return mean and standard deviation of τ, of both modalities together and of each. All ranks must call this.
+
+    For a single learned temperature only the mean is returned, which is its value.
+    """
+    if loss.learned is not None:
+        return {"tau_mean": float(loss.learned())}
+    if (sums := _of_all(loss, predicted, _sums)) is None:
+        return {}
+    scores = {}
+    for prefix, (count, total, squares) in zip(("", "image_", "text_"), (sums.sum(0), *sums), strict=True):
+        mean = total / count
+        scores[f"{prefix}tau_mean"] = mean.item()
+        scores[f"{prefix}tau_std"] = (squares / count - mean.square()).clamp(min=0.0).sqrt().item()
+    return scores
+
+
+def _sums(tau: Tensor) -> Tensor:
+    """Return number, sum and sum of squares of temperatures."""
+    tau = tau.double()
+    return torch.stack([tau.new_tensor(tau.numel()), tau.sum(), tau.square().sum()])
+
+
+def _histograms(loss: ContrastiveLoss, predicted: tuple[Tensor, Tensor] | None) -> dict[str, list[float]]:
+    """Return histograms (counts) of τ by modality, if samples have their own. All ranks must call this."""
+    ends = loss.config.tau_min, loss.config.tau_max
+    counts = _of_all(loss, predicted, lambda tau: histogram_of(tau, *ends).double())
+    return {} if counts is None else {name: part.tolist() for name, part in zip(("image", "text"), counts, strict=True)}
+
+
+def _of_all(
+    loss: ContrastiveLoss, predicted: tuple[Tensor, Tensor] | None, measure: Callable[[Tensor], Tensor]
+) -> Tensor | None:
+    """Return a measure of the images' and of the texts' temperatures that adds up over ranks; None if there are none.
+
+    They are those predicted for the validation set, or those stored for all training samples.
+    """
+    if predicted is not None:
+        return torch.stack([measure(part) for part in predicted])
+    if loss.state is not None and "tau" in loss.state.columns:
+        return loss.world.sum(torch.stack([measure(part) for part in loss.state.columns["tau"]]))
+    return None
+
+
+def one_temperature(config: ContrastiveLossConfig, scores: Mapping[str, float]) -> tuple[Tensor, Tensor] | None:
+    """Return the τ of the images and the τ of the texts for a loss whose temperatures are not predicted.
+
+    It is the single temperature of the loss or the mean of the training samples' own temperatures (`tau_mean`); None
+    for the temperature-free loss.
+    """
+    if config.kind.temperature == "free":
+        return None
+    tau = torch.tensor([scores.get("tau_mean", config.tau)], dtype=torch.float64)
+    return tau, tau
+
+
+def rivals(image: Tensor, text: Tensor, owner: Tensor, tau: Tensor, config: ContrastiveLossConfig) -> dict[str, float]:
+    """Compare learned with constant temperatures on B pairs, taken as one batch, separately for images and captions.
+
+    Embeddings are (B, d) unit vectors, `owner` (B,) numbers the images of the pairs, and `tau` is (2, B).
+
+    Returns:
+        The figures of :func:`tempnet.baselines.compare_with_constants` for the loss of
+        :func:`tempnet.contrastive.losses.held_out_losses`, with the prefixes `image/` or `text/`, and `robust/` or
+        `cross_entropy/` (the `objective` of the training loss); and `num_pairs`.
+    """
+    losses = held_out_losses(image, text, owner, config)
+    found = {"num_pairs": float(len(owner))}
+    for number, name in enumerate(("image", "text")):
+
+        def losses_of_one(tau: Tensor, number: int = number) -> Tensor:
+            return losses(tau.expand(2, -1))[number]
+
+        figures = compare_with_constants(
+            losses_of_one, tau[number], owner, tau_min=config.tau_min, tau_max=config.tau_max
+        )
+        found |= {f"{name}/{config.kind.objective}/{key}": value for key, value in figures.items()}
+    return found

@@ -16,7 +16,6 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,9 @@ import torch
 from torch import Tensor
 
 from jobs.engine.resumption import whole_checkpoints
+from jobs.tasks.base import autocast_dtype
 from jobs.tasks.language_model.config import EndOfDocument, LanguageModelConfig, with_measured
-from jobs.tasks.language_model.models import autocast_dtype, build_base
+from jobs.tasks.language_model.models import build_base
 from jobs.tasks.language_model.validation import to_tensors
 from pipelines.features import Features, read_feature_range
 from pipelines.local_copy import local_copy
@@ -69,18 +69,9 @@ def read_or_measure(
 ) -> tuple[LanguageModelConfig, dict[str, Any]]:
     """Return the configuration with everything that its base decides, and the record of what was measured.
 
-    It is read from the run's directory, or measured now. This writes nothing there: the directory does not exist before
-    the run's name is claimed, and a run whose calibration fails must not claim it.
-
-    Args:
-        config: configuration of the run.
-        text: the prepared text to measure on.
-        base: the frozen base; None if the base is trained.
-        features: the hidden states of the text, if they are stored.
-        needs_range: whether the range of τ is to be measured.
-
-    Raises:
-        CalibrationError: if no ρ gives the wanted mean temperature.
+    It is read from the run's directory, or measured now on a prepared text, with its hidden states if they are stored. This
+    writes nothing there: the directory does not exist before the run's name is claimed, and a run whose calibration fails
+    must not claim it.
     """
     directory = config.run.directory
     record: dict[str, Any] = read_json(f"{directory}/{CALIBRATION_FILE}") or {}
@@ -123,16 +114,13 @@ def calibrate(
 ) -> dict[str, Any]:
     """Return the calibration of ρ as plain values, and the document's end if it is to be measured.
 
-    Args:
-        config: configuration of the run.
-        text: the prepared text.
-        device_map: "auto" to spread the base over the GPUs, else None.
-        num_gpus: number of GPUs to reserve, if the configuration's workers use them.
+    device_map = "auto" spreads the base over the GPUs, of which `num_gpus` are reserved if the configuration's workers use
+    them.
     """
     wanted = ["rho"]
     if config.data.end_of_document == "measured" and config.model.is_frozen:
         wanted = [END, *wanted]
-    return _in_task(config, text, None, wanted, device_map=device_map, num_gpus=num_gpus)
+    return _in_task(config, text, None, wanted, device_map, num_gpus)
 
 
 def describe_measured(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -160,7 +148,6 @@ def _in_task(
     text: Manifest,
     features: Features | None,
     wanted: list[str],
-    *,
     device_map: str | None = None,
     num_gpus: int = 1,
 ) -> dict[str, Any]:
@@ -181,67 +168,49 @@ def _measure(
     """Measure what is wanted, with the base in this process."""
     if config.workers.num_threads:
         torch.set_num_threads(config.workers.num_threads)
-    sampler = Sampler.create(config, text, features, device_map)
+    sampler = Sampler(config, text, features, device_map)
     found: dict[str, Any] = {}
     if END in wanted:
-        end = sampler.measure_end()
-        found[END] = dataclasses.asdict(end)
+        found[END] = dataclasses.asdict(sampler.measure_end())
         config = with_measured(config, found)
-    is_target = config.data.end_of_document != "ignored"
+    if not wanted or wanted == [END]:
+        return found
+    sample = sampler.sample(config.temperature.num_calibration_tokens, end_is_target=config.data.predicts_end)
     if RANGE in wanted:
-        found[RANGE] = sampler.measure_range(config.temperature.num_calibration_tokens, end_is_target=is_target)
+        found[RANGE] = sampler.measure_range(*sample)
     if "rho" in wanted:
-        contexts = sampler.sample(config.temperature.num_calibration_tokens, end_is_target=is_target).contexts
         size = max(1, _NUM_LOGITS_AT_A_TIME // sampler.module.vocab_size)
-        settings = config.temperature
+        tau_min, tau_max = config.temperature.tau_range
         calibration = calibrate_rho(
-            lambda: (sampler.logits(part) for part in contexts.split(size)),
+            lambda: (sampler.logits(part) for part in sample[0].split(size)),
             sampler.module.vocab_size,
-            tau=settings.calibrated_tau,
-            tau_min=settings.tau_range[0],
-            tau_max=settings.tau_range[1],
+            tau=config.temperature.calibrated_tau,
+            tau_min=tau_min,
+            tau_max=tau_max,
         )
         found |= dataclasses.asdict(calibration)
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """Tokens that are spread evenly over a text."""
-
-    contexts: Tensor
-    """Hidden states (N, d), or logits (N, V) of a base whose logits are no product of them."""
-    targets: Tensor
-    """The tokens: (N,)."""
-    documents: Tensor
-    """Numbers that tell their documents apart: (N,)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
-    """Reads blocks of a prepared text with a base, or their stored hidden states."""
+    """Reads blocks of a prepared text with the base of a run, or their stored hidden states with its output layer."""
 
-    module: TemperatureCausalLM
-    text: Manifest
-    features: Features | None
-    device: torch.device
-
-    @classmethod
-    def create(
-        cls, config: LanguageModelConfig, text: Manifest, features: Features | None, device_map: str | None = None
-    ) -> Sampler:
-        """Load the base of a run, or the output layer that is stored with its hidden states."""
+    def __init__(
+        self, config: LanguageModelConfig, text: Manifest, features: Features | None, device_map: str | None = None
+    ) -> None:
+        assert isinstance(text.layout, PackingConfig)
+        self.text, self.features, self.layout = text, features, text.layout
         tokenizer = load_tokenizer(config.tokenizer)
+        kind = "cuda" if config.workers.use_gpu else "cpu"
         base: Any
         if features is None:
-            base = build_base(config, tokenizer, device_map=device_map)
-            base = move_base(base, "cuda" if config.workers.use_gpu else "cpu")
-            device = input_device(base)
+            base = move_base(build_base(config, tokenizer, device_map=device_map), kind)
+            self.device = input_device(base)
         else:
             base = StoredBase.load(Path(local_copy(f"{features.directory}/{HEAD_FILE}")))
-            device = torch.device("cuda" if config.workers.use_gpu else "cpu")
-            base.to(device)
-        module = TemperatureCausalLM(
+            self.device = torch.device(kind)
+            base.to(self.device)
+        self.module = TemperatureCausalLM(
             base,
             None,
             TemperatureLossConfig(name="ce", rho=0.0),
@@ -250,7 +219,6 @@ class Sampler:
             attend_across_documents=config.data.attend_across_documents,
             autocast_dtype=autocast_dtype(config),
         )
-        return cls(module=module, text=text, features=features, device=device)
 
     @torch.no_grad()
     def logits(self, contexts: Tensor) -> Tensor:
@@ -271,42 +239,43 @@ class Sampler:
             hidden = self.module.contexts(batch["input_ids"], batch["position_ids"])
         return hidden[0], batch["targets"][0].to(hidden.device), documents
 
-    def sample(self, num_tokens: int, *, end_is_target: bool) -> Sample:
-        """Return `num_tokens` tokens, or fewer if the text has no more, spread evenly over the text."""
-        layout = self._layout
-        num_blocks = min(self.text.num_rows, math.ceil(1.25 * num_tokens / layout.context_length) + 1)
+    def sample(self, num_tokens: int, *, end_is_target: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Return contexts (N, d or V), targets (N,) and numbers of documents (N,) of tokens spread evenly over the text.
+
+        N is `num_tokens`, or less if the text has no more.
+        """
+        num_blocks = min(self.text.num_rows, math.ceil(1.25 * num_tokens / self.layout.context_length) + 1)
         parts = []
         for row in _spread(self.text.num_rows, num_blocks):
             hidden, targets, documents = self.read(row)
             is_valid = targets != IGNORE_INDEX
             if not end_is_target:
-                is_valid &= targets != layout.eos_id
+                is_valid &= targets != self.layout.eos_id
             parts.append((hidden[is_valid], targets[is_valid], documents[is_valid.cpu()]))
         contexts, targets, documents = (torch.cat(column) for column in zip(*parts, strict=True))
         chosen = torch.tensor(_spread(len(targets), min(num_tokens, len(targets))))
-        return Sample(contexts=contexts[chosen], targets=targets[chosen], documents=documents[chosen])
+        return contexts[chosen], targets[chosen], documents[chosen]
 
     def measure_end(self) -> EndOfDocument:
         """Return what the model says at the ends of the documents in some blocks."""
         sums, number = 0.0, 0
         for row in _spread(self.text.num_rows, min(self.text.num_rows, _NUM_BLOCKS_FOR_ENDS)):
             hidden, targets, _ = self.read(row)
-            logits = self.logits(hidden[targets == self._layout.eos_id])
-            sums += logits.log_softmax(-1)[:, self._layout.eos_id].double().sum().item()
+            logits = self.logits(hidden[targets == self.layout.eos_id])
+            sums += logits.log_softmax(-1)[:, self.layout.eos_id].double().sum().item()
             number += len(logits)
         return EndOfDocument(probability=math.exp(sums / number) if number else 0.0, num_documents=number)
 
-    def measure_range(self, num_tokens: int, *, end_is_target: bool) -> dict[str, float]:
+    def measure_range(self, contexts: Tensor, targets: Tensor, documents: Tensor) -> dict[str, float]:
         """Return the range of τ that the headroom test on a sample asks for, and what it follows from."""
-        sample = self.sample(num_tokens, end_is_target=end_is_target)
         size = max(1, NUM_PROFILED_LOGITS // self.module.vocab_size)
-        reads_hidden = self.module.head is not None and sample.contexts.shape[1] <= _MAX_HIDDEN_SIZE
+        reads_hidden = self.module.head is not None and contexts.shape[1] <= _MAX_HIDDEN_SIZE
         parts = []
-        for contexts, targets in zip(sample.contexts.split(size), sample.targets.split(size), strict=True):
-            hidden = contexts.float() if reads_hidden else contexts.new_zeros(len(contexts), 1)
-            parts.append(Tokens.of_logits(self.logits(contexts), targets, hidden))
-        tokens = Tokens.join(parts, torch.arange(len(sample.targets)))
-        _, documents = torch.unique(sample.documents, return_inverse=True)
+        for some, wanted in zip(contexts.split(size), targets.split(size), strict=True):
+            hidden = some.float() if reads_hidden else some.new_zeros(len(some), 1)
+            parts.append(Tokens.of_logits(self.logits(some), wanted, hidden))
+        tokens = Tokens.join(parts, torch.arange(len(targets)))
+        _, documents = torch.unique(documents, return_inverse=True)
         num_documents = int(documents.max()) + 1
         if num_documents < 3:  # There are no folds, so that the best constant alone is known.
             tau = math.exp(-tokens.profiles.best_constant())
@@ -322,14 +291,9 @@ class Sampler:
             "best_constant": tau,
             "low": low,
             "high": high,
-            "num_tokens": len(sample.targets),
+            "num_tokens": len(targets),
             "num_documents": num_documents,
         }
-
-    @property
-    def _layout(self) -> PackingConfig:
-        assert isinstance(self.text.layout, PackingConfig)
-        return self.text.layout
 
 
 def _spread(total: int, number: int) -> list[int]:

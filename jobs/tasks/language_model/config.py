@@ -8,16 +8,27 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jobs.engine.config import TrainingConfig, ValidationSection
-from jobs.engine.fields import PATH, added_later, alternative, check_not_negative, check_positive, stands_for, values_of
+from jobs.engine.fields import (
+    FREE_TO_CHANGE,
+    PATH,
+    added_later,
+    alternative,
+    check_not_negative,
+    check_positive,
+    check_share,
+    stands_for,
+    values_of,
+)
 from jobs.engine.temperature import TempNetSection
-from jobs.tasks.language_model.distillation import DISTIL, DistillationSection
-from jobs.tasks.language_model.model_section import ModelSection
-from jobs.tasks.text.config import TextSection
+from jobs.tasks.config import TextSection
 from tempnet.network_config import TempNetConfig, TempNetOptions
-from tempnet.softmax.config import LOSS_KINDS, LossKind
+from tempnet.rho import rho_from_target_entropy
+from tempnet.softmax.config import LOSS_KINDS, LossKind, TemperatureLossConfig
 
 DEFAULT_TAU_MAX = 2.0
 LEAST_END_PROBABILITY = 0.01
+DISTIL = "distil"
+"""Name of the loss with which a model learns from another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +199,21 @@ class TemperatureSection(TempNetSection):
         """The bounds τ₀ and τ_max of the temperature."""
         return self.tau_min, self.upper_bound
 
+    def resolve_rho(self, vocab_size: int) -> float | None:
+        """Return ρ, as given or computed from the target entropy; None if it must be calibrated first.
+
+        The proper score has no ρ, so that a TempNet's pooling is not scaled by it: it is 0 unless one is given.
+        """
+        if self.target_entropy is not None:
+            return rho_from_target_entropy(self.target_entropy, vocab_size)
+        return 0.0 if self.rho is None and not self.needs_calibration else self.rho
+
+    def loss_config(self, vocab_size: int) -> TemperatureLossConfig:
+        """Return the configuration of the loss that this section describes, once ρ is calibrated."""
+        rho, (low, high) = self.resolve_rho(vocab_size), self.tau_range
+        assert rho is not None, "ρ is calibrated before a model is built"
+        return TemperatureLossConfig(name=self.token_loss, rho=rho, tau=self.tau, tau_min=low, tau_max=high)
+
     def network_config(self, vocab_size: int, rho: float, state_size: int) -> TempNetConfig:
         """Return the configuration of a TempNet for a vocabulary (the tokenizer's) and hidden states of a given size."""
         low, high = self.tau_range
@@ -215,6 +241,72 @@ class BlockValidationSection(ValidationSection):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSection:
+    """The base model: pretrained weights to start from, or the architecture of a randomly initialised one."""
+
+    path: str = field(default="", metadata=PATH)
+    """Directory, URI or hub name of a Transformers causal LM to start from. If empty: a randomly initialised model of the
+    architecture and sizes below."""
+    freeze: bool | None = None
+    """Train only the TempNet and keep the base model fixed, in eval mode and without gradients. Needs `path`. None:
+    frozen if `path` is given."""
+    architecture: str = "gpt2"
+    """Transformers model type of a random base model. Ignored if path is given."""
+    hidden_size: int = 768
+    """Hidden size of a random base model; must be a multiple of num_heads. Ignored if path is given."""
+    num_layers: int = 12
+    """Number of layers of a random base model. Ignored if path is given."""
+    num_heads: int = 12
+    """Number of attention heads of a random base model. Ignored if path is given."""
+    dropout: float = 0.0
+    """Dropout probability of a random base model; only for the architecture gpt2. Ignored if path is given."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """Attention implementation of Transformers. `eager` is the faster one for short contexts on CPUs."""
+    trust_remote_code: bool = False
+    """Allow Transformers to run code that comes with the model."""
+    precision: Literal["int8", "fp8"] | None = field(default=None, metadata=added_later(None))
+    """Weights of a frozen base. None: in the precision of the workers. int8, fp8: those of its linear layers in eight bits,
+    products in bfloat16, by torchao; then `workers.zero_stage` is at most 2."""
+    features: bool = field(default=False, metadata=added_later(False))
+    """Read the last hidden states of a frozen base that `jobs.prepare_features` has stored, instead of running the base."""
+    device_map: Literal["auto"] | None = field(default=None, metadata=FREE_TO_CHANGE)
+    """auto: `jobs.prepare_features` spreads the base over the GPUs of a model's process, layer by layer, and over the CPU's
+    memory and the disk if they are too small. Training spreads no base. None: the base is on one device."""
+    num_gpus: int = field(default=1, metadata=FREE_TO_CHANGE)
+    """Number of GPUs for each model of `jobs.prepare_features`, with `workers.use_gpu`; more than one need
+    `device_map = auto`."""
+    whole_export: bool = field(default=False, metadata=FREE_TO_CHANGE)
+    """Write a frozen base model into the export too, so that the export needs nothing else. False: the export of a frozen
+    base holds the TempNet, the tokenizer, and path and digest of the base. The export of a trained base is always whole."""
+
+    def __post_init__(self) -> None:
+        check_positive("model", self, "hidden_size", "num_layers", "num_heads", "num_gpus")
+        check_share("model", self, "dropout")
+        if not self.path and self.hidden_size % self.num_heads:
+            raise ValueError(f"model.hidden_size = {self.hidden_size} is not divisible by num_heads = {self.num_heads}")
+        if self.freeze and not self.path:
+            raise ValueError(
+                "model.freeze = True needs model.path: a random base has nothing to learn temperatures from"
+            )
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the base model is frozen, so that only the TempNet is trained."""
+        return bool(self.path) if self.freeze is None else self.freeze
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistillationSection:
+    """The teacher of the loss distil (`tempnet.distillation`)."""
+
+    teacher: str = field(default="", metadata=PATH | added_later(""))
+    """Directory, URI or hub name of the Transformers causal LM to learn from. It has the tokenizer of the run."""
+    keep: Literal["entropy", "temperature"] = field(default="entropy", metadata=added_later("entropy"))
+    """What is the same for all predictions of the teacher. entropy: that of temperature.target_entropy, or log V − ρ of
+    temperature.rho. temperature: temperature.tau; at 1 the teacher's predictions are used as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageModelConfig(TrainingConfig):
     """Configuration of a training run of a language model and its TempNet."""
 
@@ -226,11 +318,7 @@ class LanguageModelConfig(TrainingConfig):
 
     def __post_init__(self) -> None:
         TrainingConfig.__post_init__(self)
-        self.distillation.check(
-            self.temperature.loss,
-            has_entropy=self.temperature.rho is not None or self.temperature.target_entropy is not None,
-            zero_stage=self.workers.zero_stage,
-        )
+        self._check_distillation()
         if not self.tokenizer:
             raise ValueError(
                 "data.tokenizer is empty, and there is no model.path or distillation.teacher to take a tokenizer from"
@@ -245,18 +333,88 @@ class LanguageModelConfig(TrainingConfig):
                 "data.prepare = 'streaming' prepares the text while training runs, but ρ is calibrated on a sample of all of "
                 "it first: set temperature.rho or temperature.target_entropy, or data.prepare ahead"
             )
-        if self.model.is_frozen and self.temperature.target_tau is not None:
+        if self.model.num_gpus > 1 and not (self.workers.use_gpu and self.model.device_map):
+            raise ValueError(
+                f"model.num_gpus = {self.model.num_gpus} must be 1, or more with workers.use_gpu and model.device_map = "
+                "auto: a base that is not spread uses one GPU"
+            )
+        if self.model.features:
+            self._check_features()
+        if self.model.precision:
+            self._check_eight_bits()
+        if self.model.is_frozen:
+            self._check_frozen()
+
+    def _check_distillation(self) -> None:
+        loss, teacher = self.temperature.loss, self.distillation.teacher
+        if self.is_distilled != bool(teacher):
+            raise ValueError(
+                f"temperature.loss = {loss!r} and distillation.teacher = {teacher!r}: the loss {DISTIL} needs a teacher to "
+                "learn from, and no other loss has one"
+            )
+        if not self.is_distilled:
+            return
+        if self.workers.zero_stage == 3:
+            raise ValueError(
+                f"workers.zero_stage = 3 divides the model's weights, which the loss {DISTIL} reads in parts: choose 0, 1 or "
+                "2"
+            )
+        if self.distillation.keep == "entropy" and (self.temperature.rho, self.temperature.target_entropy) == (
+            None,
+            None,
+        ):
+            raise ValueError(
+                "distillation.keep = 'entropy' needs temperature.target_entropy or temperature.rho: the entropy of the "
+                "teacher's predictions"
+            )
+
+    def _check_features(self) -> None:
+        if not self.model.is_frozen:
+            raise ValueError("model.features = True needs a frozen base: the hidden states of a trained one change")
+        if self.data.is_streaming:
+            raise ValueError(
+                "model.features = True: data.prepare must be ahead, as the features are those of whole text"
+            )
+        if self.model.whole_export:
+            raise ValueError("model.features = True does not load the base, so model.whole_export must be False")
+        if not self.trains_networks_alone:
+            raise ValueError(
+                "model.features = True needs a TempNet with temperature.transform and temperature.stop_gradient True"
+            )
+
+    def _check_eight_bits(self) -> None:
+        held = f"model.precision = {self.model.precision}"
+        if not self.model.is_frozen:
+            raise ValueError(f"{held} is for a frozen base (model.freeze): weights in eight bits cannot be trained")
+        if self.workers.resolved_precision != "bf16":
+            raise ValueError(f"{held} computes products in bfloat16: workers.precision must be bf16, not fp32")
+        if self.workers.zero_stage == 3 and not self.model.features:
+            raise ValueError(
+                f"{held}: weights in eight bits cannot be divided among workers by workers.zero_stage = 3: choose 0, 1 or 2, "
+                "or store the hidden states once (jobs.prepare_features) and train with model.features"
+            )
+        if self.model.whole_export:
+            raise ValueError(
+                f"{held}: model.whole_export must be False, because an export has no weights in eight bits; it names the "
+                "base, and --dtype or --precision of the other jobs holds it in eight bits again"
+            )
+
+    def _check_frozen(self) -> None:
+        if self.temperature.target_tau is not None:
             raise ValueError(
                 f"temperature.target_tau = {self.temperature.target_tau:g} steers the ρ of joint training; on a frozen base "
                 "the calibrated ρ is final: set temperature.calibrated_tau, with rho and target_entropy None"
             )
-        self.model.check(
-            self.workers,
-            has_tempnet=self.temperature.needs_tempnet,
-            loss=self.temperature.loss,
-            reads_detached_transform=self.temperature.transform and self.temperature.stop_gradient,
-            is_streaming=self.data.is_streaming,
-        )
+        if self.workers.activation_checkpointing:
+            raise ValueError(
+                "workers.activation_checkpointing = True saves the memory of a base model's backward pass, which a frozen "
+                "base does not have (model.freeze, the default with a model.path): choose False"
+            )
+        if not self.temperature.needs_tempnet:
+            raise ValueError(
+                "model.freeze = True (the default with a model.path) leaves nothing to train with "
+                f"temperature.loss = {self.temperature.loss!r}: choose dro, proper or ts_ce, or model.freeze False"
+            )
 
     @property
     def base_precision(self) -> str:

@@ -1,27 +1,45 @@
-"""How text becomes the blocks on which a language model is trained and judged: which tokens are read, which are targets.
+"""The data of a language model: blocks of text, the frozen base and its stored hidden states, the text it was trained on.
 
 A document t1 … tn is read as `[start] t1 … tn`, everywhere in this project: in training, calibration, the headroom test,
 prediction, evaluation, generation and rewards. The start is `pipelines.text.tokenization.document_start_id`. Its targets are
 t1 … tn. The document's end, the end-of-text token after tn, is a target where the model knows it: see
 `jobs.tasks.language_model.config.EndOfDocument`.
+
+A temperature that is fitted to text which the model has learned answers for its memory, not for new text. So an export
+records the archives that its base was trained on, by name and size: their content may be too large to read for a warning.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 from dataclasses import asdict, replace
+from pathlib import Path
 
+from transformers import PreTrainedModel
+
+from jobs.tasks.base import check_continues, load_stored, naming_field
 from jobs.tasks.language_model.config import LanguageModelConfig
+from jobs.tasks.language_model.models import base_config
+from pipelines.archives import Archive, list_archives
+from pipelines.features import Features, features_directory
+from pipelines.local_copy import local_copy
+from pipelines.text.growing import GrowingManifest
+from pipelines.text.manifest import Manifest
 from pipelines.text.packing import PackingConfig
 from pipelines.text.tokenization import load_tokenizer
 from pipelines.text.windows import WindowConfig, default_stride
+from tempnet.base_model import BaseReference, base_digest, read_reference
+from tempnet.devices import linear_weights, loading_options
+
+TRAINING_TEXT_FILE = "training_text.json"
+_NUM_NAMES_SHOWN = 3
+
+logger = logging.getLogger(__name__)
 
 
 def check_is_not_empty(num_blocks: int) -> None:
-    """Refuse a text without validation blocks.
-
-    Raises:
-        ValueError: naming the field.
-    """
+    """Refuse a text without validation blocks by a ValueError that names the field."""
     if not num_blocks:
         raise ValueError(
             "data.validation holds no document, or, where it is empty, no document of data.train is held out: give more text"
@@ -29,14 +47,10 @@ def check_is_not_empty(num_blocks: int) -> None:
 
 
 def blocks_layout(config: LanguageModelConfig, split: str) -> PackingConfig:
-    """Return the layout of a prepared text: blocks of `data.context_length` tokens.
+    """Return the layout of a prepared text, train or validation: blocks of `data.context_length` tokens.
 
     In the blocks of validation, documents are cut as the headroom test cuts them. A model that cannot separate the
     documents in a block gets each window in a block of its own.
-
-    Args:
-        config: configuration of the run.
-        split: train or validation.
     """
     length = config.data.context_length
     layout = PackingConfig.for_tokenizer(load_tokenizer(config.tokenizer), length)
@@ -46,3 +60,132 @@ def blocks_layout(config: LanguageModelConfig, split: str) -> PackingConfig:
         return layout
     num_windows = 1 if config.data.attend_across_documents else 0
     return WindowConfig(**asdict(layout), stride=default_stride(length), num_windows=num_windows)
+
+
+def refer_to_base(config: LanguageModelConfig) -> BaseReference:
+    """Return the reference to the frozen base model of a run, whose paths are absolute.
+
+    If model.path is an export that itself refers to a base, it is that base. The digest of a model at a URI is computed
+    by a Ray task, because the driver may have no room for its weights, unless it trains itself.
+    """
+    path = config.model.path
+    reference = read_reference(local_copy(path, with_weights=False))
+    place = reference.path if reference else path
+    found = BaseReference(path=place, digest=_digest(place, is_local=config.workers.local))
+    if reference:
+        reference.check(found.digest)
+    return check_continues(config, path, found)
+
+
+def _digest(path: str, *, is_local: bool) -> str:
+    if "://" not in path or is_local:
+        return _digest_of_copy(path)
+    import ray
+
+    from jobs.engine.cluster import start_ray
+
+    start_ray()
+    digest: str = ray.get(ray.remote(_digest_of_copy).options(num_cpus=0).remote(path))
+    return digest
+
+
+def _digest_of_copy(uri: str) -> str:
+    return base_digest(local_copy(uri))
+
+
+def check_eight_bits(config: LanguageModelConfig, base: PreTrainedModel) -> None:
+    """Check that torchao is there, and that the base has linear layers, which alone are held in eight bits."""
+    with naming_field("model."):
+        loading_options(config.base_precision)
+    if not linear_weights(base):
+        raise ValueError(
+            f"model.precision = {config.model.precision}: {config.model.path} is a {type(base).__name__}, which has no "
+            "linear layers that could be held in eight bits: leave it out"
+        )
+
+
+def features_of(config: LanguageModelConfig, text: Manifest, base: BaseReference) -> Features:
+    """Return where the hidden states of a frozen base for a prepared text are, or will be, in the precision of a run."""
+    directory = features_directory(
+        config.run.prepared_directory,
+        text,
+        base=base.digest,
+        precision=config.base_precision,
+        attend_across_documents=config.data.attend_across_documents,
+    )
+    hidden_size = base_config(config, load_tokenizer(config.tokenizer)).get_text_config().hidden_size
+    return Features(directory=directory, text=text, hidden_size=hidden_size)
+
+
+def features_to_read(
+    config: LanguageModelConfig,
+    base: BaseReference | None,
+    train: Manifest | GrowingManifest,
+    validation: Manifest,
+) -> tuple[Features, Features] | None:
+    """Return the stored hidden states of both data sets; None if the base is to compute them."""
+    if not config.model.features:
+        if config.model.device_map:
+            raise ValueError(
+                f"model.device_map = {config.model.device_map} spreads a base for jobs.prepare_features only: store its "
+                "hidden states by that job and train with model.features, or divide the base by workers.zero_stage = 3"
+            )
+        return None
+    assert base is not None
+    assert isinstance(train, Manifest)
+    return find_features(config, train, base, "train"), find_features(config, validation, base, "validation")
+
+
+def find_features(config: LanguageModelConfig, text: Manifest, base: BaseReference, split: str) -> Features:
+    """Return the stored hidden states of a prepared text, train or validation."""
+    what = f"the hidden states of data.{split} for this base, text and precision are not stored"
+    return load_stored(features_of(config, text, base), text, what=what, job="jobs.train_lm")
+
+
+def write_training_text(directory: Path, text: str, base: str, *, is_base_trained: bool) -> None:
+    """Write the record of an exported model into its directory; nothing is written if no text is known.
+
+    Args:
+        directory: directory of the export.
+        text: path or URI of the run's training text.
+        base: directory, URI or hub name of the model that the run began with; empty for random weights.
+        is_base_trained: whether the run trained the base model, not only its TempNet.
+    """
+    archives = read_training_text(base) if base else set()
+    if is_base_trained:
+        archives = archives | _name_and_size(list_archives(text))
+    if archives:
+        record = {"archives": [{"name": name, "num_bytes": size} for name, size in sorted(archives)]}
+        (directory / TRAINING_TEXT_FILE).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def read_training_text(model: str) -> set[tuple[str, int]]:
+    """Return name and size in bytes of the archives that a model was trained on; empty if that is not recorded."""
+    path = Path(local_copy(model, with_weights=False)) / TRAINING_TEXT_FILE
+    if not path.is_file():
+        return set()
+    return {(str(item["name"]), int(item["num_bytes"])) for item in json.loads(path.read_text())["archives"]}
+
+
+def warn_of_known_text(model: str, text: str, archives: list[Archive], *, field: str) -> list[str]:
+    """Log a warning if a model was trained on some of the archives that were listed from a text, and return their names.
+
+    `field` is the name of the configuration field of the text.
+    """
+    names = sorted(name for name, _ in read_training_text(model) & _name_and_size(archives))
+    if names:
+        more = len(names) - _NUM_NAMES_SHOWN
+        shown = ", ".join(names[:_NUM_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+        logger.warning(
+            "%s = %s holds text that %s was trained on (%s): there it is surer than on new text, so what is found of its "
+            "temperatures does not hold for new text. Give text that was held out",
+            field,
+            text,
+            model,
+            shown,
+        )
+    return names
+
+
+def _name_and_size(archives: list[Archive]) -> set[tuple[str, int]]:
+    return {(Path(archive.path).name, archive.num_bytes) for archive in archives}

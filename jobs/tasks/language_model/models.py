@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.func import functional_call
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -13,20 +19,20 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from jobs.tasks.base import naming_field
-from jobs.tasks.language_model.config import LanguageModelConfig
-from jobs.tasks.language_model.teacher import as_base, load_teacher, teacher_temperature
+from jobs.engine.description import training_memory
+from jobs.engine.task import whole_shape
+from jobs.tasks.base import autocast_dtype, naming_field
+from jobs.tasks.language_model.config import DistillationSection, LanguageModelConfig
 from pipelines.local_copy import checked_copy, local_copy
 from pipelines.text.tokenization import document_start_id, load_tokenizer, tokenizer_digest
 from tempnet.base_model import find_base, load_base, read_config
-from tempnet.devices import hold_constant, loading_options
-from tempnet.distillation import DistilledCausalLM
-from tempnet.models.causal_lm import TemperatureCausalLM, compile_blocks
+from tempnet.devices import bytes_saved, constant_weights, hold_constant, loading_options
+from tempnet.distillation import DistilledCausalLM, TeacherTemperature
+from tempnet.models.causal_lm import NUM_PROFILED_LOGITS, TemperatureCausalLM, compile_blocks
 from tempnet.models.output_head import StoredBase
-from tempnet.models.packing import takes_document_mask
+from tempnet.models.packing import document_mask, takes_document_mask
 from tempnet.network import TempNet
-from tempnet.rho import rho_from_target_entropy
-from tempnet.softmax.config import TemperatureLossConfig
+from tempnet.softmax.linear import NUM_LOGITS_PER_CHUNK
 from tempnet.weights import WeightFiles, check_weight_files
 
 # The vocabulary of a random base model is padded to a multiple of this, for speed (GPT-2: 50257 → 50304).
@@ -37,10 +43,6 @@ def base_config(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast)
     """Return the Transformers configuration of the base model, without loading its weights.
 
     Of a pretrained model, only configuration files and the headers of the weight files are read.
-
-    Raises:
-        ValueError: if the model cannot be found, is too small for the tokenizer or the context, or its weight files are
-            truncated.
     """
     model, vocab_size = config.model, len(tokenizer)
     if model.path:
@@ -78,12 +80,7 @@ def base_config(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast)
 
 
 def base_shapes(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """Build the base model on the meta device, without weights.
-
-    Raises:
-        ValueError: see :func:`base_config`; also if the configuration requires packed documents to be separated but the
-            model cannot do it.
-    """
+    """Build the base model on the meta device, without weights."""
     with torch.device("meta"):
         base: PreTrainedModel = AutoModelForCausalLM.from_config(
             base_config(config, tokenizer),
@@ -95,40 +92,12 @@ def base_shapes(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast)
     return base
 
 
-def resolve_rho(config: LanguageModelConfig, vocab_size: int) -> float | None:
-    """Return the ρ of the run, as given or computed from the target entropy; None if it must be calibrated first.
-
-    The proper score has no ρ, so that a TempNet's pooling is not scaled by it: it is 0 unless one is given.
-    """
-    settings = config.temperature
-    if settings.target_entropy is not None:
-        return rho_from_target_entropy(settings.target_entropy, vocab_size)
-    return 0.0 if settings.rho is None and not settings.needs_calibration else settings.rho
-
-
-def loss_config(config: LanguageModelConfig, vocab_size: int) -> TemperatureLossConfig:
-    """Return the configuration of the loss, with ρ as a number."""
-    settings = config.temperature
-    rho = resolve_rho(config, vocab_size)
-    assert rho is not None, "ρ is calibrated before a model is built"
-    return TemperatureLossConfig(
-        name=settings.token_loss,
-        rho=rho,
-        tau=settings.tau,
-        tau_min=settings.tau_range[0],
-        tau_max=settings.tau_range[1],
-    )
-
-
 def build_base(
     config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast, *, device_map: str | None = None
 ) -> PreTrainedModel:
     """Build the base model, pretrained or randomly initialised; a frozen one has the precision of the run.
 
-    Args:
-        config: configuration of the run.
-        tokenizer: tokenizer of the run.
-        device_map: "auto" to spread a pretrained base, which is not trained, over the devices of this process.
+    device_map = "auto" spreads a pretrained base, which is not trained, over the devices of this process.
     """
     torch.manual_seed(config.run.seed)
     base: PreTrainedModel
@@ -165,31 +134,33 @@ def find_divisible_base(config: LanguageModelConfig) -> tuple[PreTrainedModel, W
     files = WeightFiles.find(place)
     if files is None:
         return None
-    from jobs.engine.deepspeed_engine import base_without_weights  # imports DeepSpeed, which a plan does without
+    from jobs.engine.deepspeed_engine import base_without_weights
 
     base = base_without_weights(place, **_options_of_loading(config))
     return None if files.match(base) is None else (base, files)
 
 
-def check_teacher(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """Check that a teacher is there and fits to tokenizer and context, and return it without weights.
+def as_teacher(config: LanguageModelConfig) -> LanguageModelConfig:
+    """Return the configuration of a run that trains the teacher itself, so that it can be checked like any base model."""
+    return replace(
+        config,
+        model=replace(config.model, path=config.distillation.teacher, freeze=False),
+        temperature=replace(config.temperature, loss="ce"),
+        distillation=DistillationSection(),
+    )
 
-    Raises:
-        ValueError: if it does not; the message names the field.
-    """
+
+def check_teacher(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """Check that a teacher is there and fits to tokenizer and context, and return it without weights."""
     try:
-        check_tokenizer(as_base(config), tokenizer)
-        return base_shapes(as_base(config), tokenizer)
+        check_tokenizer(as_teacher(config), tokenizer)
+        return base_shapes(as_teacher(config), tokenizer)
     except ValueError as error:
         raise ValueError(str(error).replace("model.path", "distillation.teacher")) from error
 
 
 def check_tokenizer(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Check that the tokenizer is the model's own, if the model has one, because it was trained on that one's tokens.
-
-    Raises:
-        ValueError: if it is another one; the message names both.
-    """
+    """Check that the tokenizer is the model's own, if the model has one, because it was trained on that one's tokens."""
     if not config.model.path or config.tokenizer == config.model.path:
         return
     try:
@@ -206,13 +177,7 @@ def check_tokenizer(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerF
 def build_model(
     config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast, base: PreTrainedModel | StoredBase | None = None
 ) -> TemperatureCausalLM:
-    """Build the module to train; its weights are the same on every rank, because they depend only on the seed.
-
-    Args:
-        config: configuration of the run.
-        tokenizer: tokenizer of the run.
-        base: the base, which may have no weights yet, or its output layer, if its hidden states are read; None: it is built.
-    """
+    """Build the module to train; its weights are the same on every rank, because they depend only on the seed."""
     if base is None:
         base = build_base(config, tokenizer)
     else:
@@ -230,36 +195,28 @@ def add_tempnet(
     if config.workers.activation_checkpointing:
         assert isinstance(base, PreTrainedModel)
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    vocab_size = len(tokenizer)
-    loss = loss_config(config, vocab_size)
+    settings, vocab_size = config.temperature, len(tokenizer)
+    loss = settings.loss_config(vocab_size)
+    options: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "attend_across_documents": config.data.attend_across_documents,
+        "autocast_dtype": autocast_dtype(config),
+    }
     if config.is_distilled:
         assert isinstance(base, PreTrainedModel)
-        return DistilledCausalLM(
-            base,
-            load_teacher(config),
-            teacher_temperature(config, loss.rho),
-            loss,
-            vocab_size=vocab_size,
-            attend_across_documents=config.data.attend_across_documents,
-            autocast_dtype=autocast_dtype(config),
+        teacher = load_base(
+            local_copy(config.distillation.teacher),
+            fetch=local_copy,
+            dtype=options["autocast_dtype"] or torch.float32,
+            trust_remote_code=config.model.trust_remote_code,
+            attn_implementation=config.model.attention,
         )
-    network = None
-    if config.temperature.needs_tempnet:
-        network = build_tempnet(config, vocab_size, loss.rho, state_size=state_size(base))
-    return TemperatureCausalLM(
-        base,
-        network,
-        loss,
-        vocab_size=vocab_size,
-        freeze_base=config.model.is_frozen,
-        attend_across_documents=config.data.attend_across_documents,
-        autocast_dtype=autocast_dtype(config),
-    )
-
-
-def autocast_dtype(config: LanguageModelConfig) -> torch.dtype | None:
-    """Return the autocast dtype of the base model's matrix products; None for float32."""
-    return torch.bfloat16 if config.workers.resolved_precision == "bf16" else None
+        tau = TeacherTemperature(rho=loss.rho, tau_min=loss.tau_min, tau_max=loss.tau_max)
+        if config.distillation.keep == "temperature":
+            tau = TeacherTemperature(tau=settings.tau)
+        return DistilledCausalLM(base, teacher, tau, loss, **options)
+    network = build_tempnet(config, vocab_size, loss.rho, state_size(base)) if settings.needs_tempnet else None
+    return TemperatureCausalLM(base, network, loss, freeze_base=config.model.is_frozen, **options)
 
 
 def state_size(base: PreTrainedModel | StoredBase) -> int:
@@ -267,12 +224,8 @@ def state_size(base: PreTrainedModel | StoredBase) -> int:
     return int(base.get_output_embeddings().weight.shape[1])
 
 
-def build_tempnet(config: LanguageModelConfig, vocab_size: int, rho: float, *, state_size: int) -> TempNet:
-    """Build a new TempNet, or load the saved one from `temperature.path`.
-
-    Raises:
-        ValueError: if the configuration of the saved TempNet differs from the temperature section.
-    """
+def build_tempnet(config: LanguageModelConfig, vocab_size: int, rho: float, state_size: int) -> TempNet:
+    """Build a new TempNet, or load the saved one from `temperature.path`."""
     wanted = config.temperature.network_config(vocab_size, rho, state_size)
     if not config.temperature.path:
         return TempNet(wanted)
@@ -283,3 +236,88 @@ def build_tempnet(config: LanguageModelConfig, vocab_size: int, rho: float, *, s
             f"temperature.path = {config.temperature.path!r} was saved with {network.config}, but this run needs {wanted}"
         )
     return network
+
+
+def flops_per_token(module: TemperatureCausalLM, config: LanguageModelConfig) -> float:
+    """Return the FLOPs that training on one token mathematically needs; recomputed activations do not count.
+
+    Every parameter of a matrix product takes 2 FLOPs in the forward and 4 in the backward pass, and attention takes
+    12·layers·width·T for a context of T tokens (PaLM, arXiv 2204.02311, Appendix B). A frozen base model has only the
+    forward pass, a third of this; of one whose hidden states are stored only the output layer is run. TempNet takes 4
+    FLOPs per parameter: its input has no gradient, and nearly all its parameters are in its first layer.
+    """
+    base = module.base
+    num_tempnet = _count(module.tempnet.parameters()) if module.tempnet else 0
+    if isinstance(base, StoredBase):
+        return 2 * _count([base.output.weight]) + 4 * num_tempnet
+    text = base.config.get_text_config()
+    position = getattr(text, "max_position_embeddings", 0) * text.hidden_size
+    num_base = _count(chain(base.parameters(), constant_weights(base)))
+    embedding = next(base.get_input_embeddings().parameters())
+    num_lookup = 0 if base.config.tie_word_embeddings else _count([embedding])
+    num_multiplying = num_base - num_lookup - (position if base.config.model_type == "gpt2" else 0)
+    attention = 12 * text.num_hidden_layers * text.hidden_size * config.data.context_length
+    whole = 6 * num_multiplying + attention
+    return (whole / 3 if module.freeze_base else whole) + 4 * num_tempnet
+
+
+def _count(parameters: Iterable[Tensor]) -> int:
+    return sum(whole_shape(parameter).numel() for parameter in parameters)
+
+
+def estimate_memory(
+    config: LanguageModelConfig,
+    base: PreTrainedModel,
+    vocab_size: int,
+    num_base: int,
+    num_tempnet: int,
+    num_teacher: int = 0,
+) -> dict[str, float]:
+    """Return item → bytes for a worker, from the base on the device meta and the numbers of parameters that it holds."""
+    model, workers, is_frozen = config.model, config.workers, config.model.is_frozen
+    text, sizes = base.config.get_text_config(), (config.micro_batch_size, config.data.context_length)
+    num_layers, hidden = text.num_hidden_layers, 4.0 * sizes[0] * sizes[1] * text.hidden_size
+    is_half = workers.resolved_precision == "bf16"
+    activations = hidden if model.features else saved_bytes(base, *sizes, is_half=is_half)
+    if not model.features and (is_frozen or workers.activation_checkpointing):
+        activations = activations / num_layers + (0 if is_frozen else num_layers * hidden)
+    # Four buffers of a chunk's logits, and hidden states with gradients; the output weight's gradient and copy in bfloat16.
+    chunk = min(sizes[0] * sizes[1], max(1, NUM_LOGITS_PER_CHUNK // vocab_size)) * vocab_size
+    bytes_per_weight = (0 if is_frozen else 4) + (2 if is_half else 0)
+    if model.precision and not model.features:
+        num_base -= bytes_saved(base) // 2  # eight bits, in the place of bfloat16
+    return training_memory(
+        workers,
+        num_trained=num_tempnet + (0 if is_frozen else num_base),
+        num_frozen=num_base if is_frozen else num_teacher,
+        accumulates=config.num_accumulation_steps > 1,
+        activations=activations,
+        loss=16.0 * chunk + hidden + bytes_per_weight * vocab_size * text.hidden_size,
+        # The last validation computes the profiles of some tokens at a time, from five copies of their logits.
+        validation=20.0 * min(sizes[0] * sizes[1] * vocab_size, NUM_PROFILED_LOGITS),
+    )
+
+
+def saved_bytes(base: PreTrainedModel, num_blocks: int, num_tokens: int, *, is_half: bool) -> float:
+    """Return the bytes that autograd saves in a forward pass of the base, run without data, apart from its parameters."""
+    seen: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:  # so that no other storage gets the same address
+        return seen.setdefault(tensor.untyped_storage()._cdata, tensor)
+
+    body, text = base.base_model, base.config.get_text_config()
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cpu", torch.bfloat16, enabled=is_half):
+        values = {
+            name: torch.empty(value.shape, dtype=value.dtype, requires_grad=value.requires_grad)
+            for name, value in [*body.named_parameters(), *body.named_buffers()]
+        }
+        places = torch.arange(num_tokens).expand(num_blocks, -1)
+        mask = document_mask(places, base.config._attn_implementation)
+        inputs = {"input_ids": places, "position_ids": places, "attention_mask": mask, "use_cache": False}
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                functional_call(body, values, kwargs=inputs)
+        except Exception:  # a model of another kind may take no such mask: arXiv 2205.05198, §4.1, in float32
+            return 4.0 * 34 * places.numel() * text.hidden_size * text.num_hidden_layers
+        parameters = {value.untyped_storage()._cdata for value in values.values()}
+    return float(sum(tensor.untyped_storage().nbytes() for key, tensor in seen.items() if key not in parameters))

@@ -10,24 +10,35 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerFast
+
 from jobs.engine.description import check_fits, describe_plan
 from jobs.engine.launch import tracking_uri
-from jobs.engine.task import Membership, PreparedTask, data_set
+from jobs.engine.task import PreparedTask, data_set
 from jobs.engine.tracking import TrackedRun
-from jobs.tasks.base import BasePlan, count_parameters, naming_field, resolve_paths
+from jobs.tasks.base import (
+    BasePlan,
+    DataReference,
+    count_parameters,
+    create_task,
+    membership,
+    naming_field,
+    resolve_paths,
+)
 from jobs.tasks.language_model import report
-from jobs.tasks.language_model.base import check_eight_bits, refer_to_base
 from jobs.tasks.language_model.calibration import CALIBRATION_FILE, describe_measured, read_or_measure
 from jobs.tasks.language_model.config import LanguageModelConfig, with_rho
-from jobs.tasks.language_model.create import create_group_task, create_task
-from jobs.tasks.language_model.data import blocks_layout, check_is_not_empty
-from jobs.tasks.language_model.features import features_to_read
-from jobs.tasks.language_model.memory import estimate_memory
-from jobs.tasks.language_model.models import base_shapes, check_teacher, check_tokenizer, resolve_rho, state_size
-from jobs.tasks.language_model.training_text import warn_of_known_text
-from jobs.tasks.text.data import describe_data, prepare_split, prepare_training_text, refer_to
+from jobs.tasks.language_model.data import (
+    blocks_layout,
+    check_eight_bits,
+    check_is_not_empty,
+    features_to_read,
+    refer_to_base,
+    warn_of_known_text,
+)
+from jobs.tasks.language_model.models import base_shapes, check_teacher, check_tokenizer, estimate_memory, state_size
+from jobs.tasks.text import describe_data, prepare_split, prepare_training_text, refer_to
 from pipelines.archives import Archive, list_archives
-from pipelines.features import Features
 from pipelines.local_copy import local_copy
 from pipelines.stream import READ_CPUS
 from pipelines.text.manifest import Manifest
@@ -36,6 +47,8 @@ from tempnet.base_model import BASE_FILE
 from tempnet.network import TempNet
 from tempnet.rho import check_rho
 
+_TASKS = "jobs.tasks.language_model.task"
+
 logger = logging.getLogger(__name__)
 
 
@@ -43,14 +56,10 @@ logger = logging.getLogger(__name__)
 class LanguageModelPlan(BasePlan[LanguageModelConfig]):
     """The plan of training a language model and its TempNet."""
 
-    vocab_size: int
-    """Size of the effective vocabulary, which is the tokenizer's."""
+    tokenizer: PreTrainedTokenizerFast
+    """Tokenizer of the run, whose size is that of the effective vocabulary."""
     rho: float | None
     """ρ in nats; None if it has yet to be calibrated."""
-    start: str
-    """The token that is read before every document."""
-    end: str
-    """The end-of-text token."""
     num_base_parameters: int
     """Number of parameters of the base model."""
     num_tempnet_parameters: int
@@ -67,21 +76,28 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
 
     def describe(self) -> str:
         """Return the plan as text for the terminal."""
-        config = self.config
+        config, is_frozen = self.config, self.config.model.is_frozen
+        start = str(self.tokenizer.convert_ids_to_tokens(document_start_id(self.tokenizer)))
         tokens = config.optimizer.batch_size * config.data.context_length
-        num_frozen = self.num_base_parameters if config.model.is_frozen else 0
+        num_frozen = self.num_base_parameters if is_frozen else 0
+        frozen = " (frozen, its hidden states are read)" if config.model.features else " (frozen)"
+        end = {
+            "measured": "a target if the base knows it, which is measured" if is_frozen else "a target",
+            "target": "a target",
+            "ignored": "no target",
+        }[config.data.end_of_document]
         return describe_plan(
             config,
             about={
                 "loss": f"{config.temperature.loss}, {self._describe_rho()}, {self._describe_range()}",
-                "documents": self._describe_documents(),
+                "documents": f"read after {start!r}; the end, {self.tokenizer.eos_token!r}, is {end}",
                 "batch": f"{config.optimizer.batch_size} blocks × {config.data.context_length} = {tokens} tokens: "
                 f"{config.workers.max_workers} workers × {config.num_accumulation_steps} micro-batches × "
                 f"{config.micro_batch_size} blocks",
             },
             num_units=tokens,
             unit="tokens",
-            parameters=f"base {self.num_base_parameters:,}{self._describe_base()}, "
+            parameters=f"base {self.num_base_parameters:,}{frozen if is_frozen else ''}, "
             f"TempNet {self.num_tempnet_parameters:,}",
             num_trained=self.num_base_parameters + self.num_tempnet_parameters - num_frozen,
             num_frozen=num_frozen,
@@ -89,26 +105,11 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
             memory=self.memory,
         )
 
-    def _describe_base(self) -> str:
-        if self.config.model.features:
-            return " (frozen, its hidden states are read)"
-        return " (frozen)" if self.config.model.is_frozen else ""
-
     def _describe_range(self) -> str:
         low, high = self.config.temperature.tau_range
         if self.config.has_measured_range:
             return f"τ in [{low:g}, τ_max], τ_max to be chosen by the headroom test on a sample of the text"
         return f"τ in [{low:g}, {high:g}]"
-
-    def _describe_documents(self) -> str:
-        end = {
-            "measured": "a target if the base knows it, which is measured"
-            if self.config.model.is_frozen
-            else "a target",
-            "target": "a target",
-            "ignored": "no target",
-        }[self.config.data.end_of_document]
-        return f"read after {self.start!r}; the end, {self.end!r}, is {end}"
 
     def _describe_rho(self) -> str:
         settings = self.config.temperature
@@ -121,80 +122,61 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
                 f"ρ to be calibrated for a mean τ* of {settings.calibrated_tau:g} on "
                 f"{settings.num_calibration_tokens:,} tokens of the training data"
             )
-        entropy = math.log(self.vocab_size) - self.rho
+        most = math.log(len(self.tokenizer))
         return (
-            f"ρ = {self.rho:.4f}: target entropy {entropy:.4f} of "
-            f"log {self.vocab_size} = {math.log(self.vocab_size):.4f} nats"
+            f"ρ = {self.rho:.4f}: target entropy {most - self.rho:.4f} of log {len(self.tokenizer)} = {most:.4f} nats"
         )
 
     def prepare(self) -> PreparedTask:
-        """Tokenise and pack the text, unless this was done before, and calibrate ρ if it is not given.
-
-        Raises:
-            ValueError: if the base is to be spread over devices; also if the run began with another frozen base than the one
-                that is now at model.path.
-        """
+        """Tokenise and pack the text, unless this was done before, and calibrate ρ if it is not given."""
         config = resolve_paths(self.config)
-        train_data = prepare_training_text(config, blocks_layout(config, "train"))
-        validation_data = prepare_split(config, blocks_layout(config, "validation"), "validation", check_is_not_empty)
-        records: dict[str, Mapping[str, Any]] = {}
-        base = None
-        if config.model.is_frozen:
-            base = refer_to_base(config)
-            records[BASE_FILE] = asdict(base)
-        features = features_to_read(config, base, train_data, validation_data)
+        train = prepare_training_text(config, blocks_layout(config, "train"))
+        validation = prepare_split(config, blocks_layout(config, "validation"), "validation", check_is_not_empty)
+        base = refer_to_base(config) if config.model.is_frozen else None
+        features = features_to_read(config, base, train, validation)
         # While the training text is still being prepared, that of validation stands for it.
-        text = train_data if isinstance(train_data, Manifest) else validation_data
-        of_text = None if features is None else Features.load(features[text is validation_data], text)
+        text = train if isinstance(train, Manifest) else validation
+        of_text = None if features is None else features[text is validation]
         config, measured = read_or_measure(config, text, base, of_text, needs_range=self.config.has_measured_range)
-        if measured:
-            records[CALIBRATION_FILE] = measured
-            for name, line in describe_measured(measured):
-                print(f"{name:<12} {line}", flush=True)
-        rho = resolve_rho(config, self.vocab_size)
+        for name, line in describe_measured(measured):
+            print(f"{name:<12} {line}", flush=True)
+        vocab_size = len(self.tokenizer)
+        rho = config.temperature.resolve_rho(vocab_size)
         assert rho is not None
         config = with_rho(config, rho)
-        target_entropy = math.log(self.vocab_size) - rho
         tau_min, tau_max = config.temperature.tau_range
-        data = refer_to(train_data), validation_data.directory, base, features
+        known = {"rho": rho, "target_entropy": math.log(vocab_size) - rho, "tau_max": tau_max}
+        data = DataReference(
+            train=refer_to(train),
+            validation=validation.directory,
+            base=base,
+            features=None if features is None else (features[0].directory, features[1].directory),
+        )
         return PreparedTask(
-            create_task=partial(create_task, config, *data),
-            membership=Membership(config=config, create_task=partial(create_group_task, data)),
+            create_task=partial(create_task, f"{_TASKS}:LanguageModelTask", config, data),
+            membership=membership(f"{_TASKS}:SideBySideTask", config, data),
             num_samples=None,
-            read_data_outcome=partial(describe_data, train_data, validation_data, noun="blocks"),
+            read_data_outcome=partial(describe_data, train, validation, noun="blocks"),
             parameters={
-                "vocab_size": self.vocab_size,
-                "resolved.rho": rho,
-                "resolved.target_entropy": target_entropy,
-                "resolved.tau_max": tau_max,
+                "vocab_size": vocab_size,
+                **{f"resolved.{name}": value for name, value in known.items()},
                 "resolved.end_of_document": config.data.end_of_document,
             },
             data_sets={
-                "training": data_set(self.config.data.train, train_data.digest),
-                "validation": data_set(self.config.data.validation_text, validation_data.digest),
+                "training": data_set(self.config.data.train, train.digest),
+                "validation": data_set(self.config.data.validation_text, validation.digest),
             },
-            outcome={
-                "rho": rho,
-                "target_entropy": target_entropy,
-                "tau_min": tau_min,
-                "tau_max": tau_max,
-                "loss": config.temperature.loss,
-            },
-            records=records,
+            outcome={**known, "tau_min": tau_min, "loss": config.temperature.loss},
+            records=({BASE_FILE: asdict(base)} if base else {}) | ({CALIBRATION_FILE: measured} if measured else {}),
         )
 
     def write_report(self, directory: Path, outcome: Mapping[str, Any], tracked: TrackedRun | None) -> None:
         """Write the pages and plots of a finished run."""
-        report.write_report(directory, outcome, load_tokenizer(self.config.tokenizer), tracked)
+        report.write_report(directory, outcome, self.tokenizer, tracked)
 
 
 def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
-    """Make the plan of a run, checking everything that can be checked without Ray.
-
-    Raises:
-        ValueError, FileNotFoundError, OSError: if the configuration is refused; the message names the field, the value
-            and what would be legal.
-    """
+    """Make the plan of a run, checking everything that can be checked without Ray."""
     uri = tracking_uri(config)
     archives = {}
     for field in ("train", "validation"):
@@ -206,7 +188,7 @@ def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
     base = base_shapes(config, tokenizer)
     if config.model.precision and not config.model.features:
         check_eight_bits(config, base)
-    rho = resolve_rho(config, vocab_size)
+    rho = config.temperature.resolve_rho(vocab_size)
     with naming_field("temperature.rho: "):
         check_rho(rho or 0.0, vocab_size)
     network = None
@@ -217,24 +199,20 @@ def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
                 TempNet.from_pretrained(local_copy(config.temperature.path))
     if config.temperature.fits_likelihood:
         check_is_new(config, archives)
-    num_base = count_parameters(base)
-    num_teacher = count_parameters(check_teacher(config, tokenizer)) if config.is_distilled else 0
-    num_tempnet = count_parameters(network)
+    num_base, num_tempnet = count_parameters(base), count_parameters(network)
     memory = estimate_memory(
         config.with_num_workers(config.workers.min_workers),
         base,
         num_base=base.get_output_embeddings().weight.numel() if config.model.features else num_base,
         num_tempnet=num_tempnet,
-        num_teacher=num_teacher,
+        num_teacher=count_parameters(check_teacher(config, tokenizer)) if config.is_distilled else 0,
         vocab_size=vocab_size,
     )
     check_fits(memory, config.workers)
     return LanguageModelPlan(
         config=config,
-        vocab_size=vocab_size,
+        tokenizer=tokenizer,
         rho=rho,
-        start=str(tokenizer.convert_ids_to_tokens(document_start_id(tokenizer))),
-        end=str(tokenizer.eos_token),
         num_base_parameters=num_base,
         num_tempnet_parameters=num_tempnet,
         memory=memory,
@@ -244,14 +222,13 @@ def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
 
 def check_is_new(config: LanguageModelConfig, archives: Mapping[str, list[Archive]]) -> None:
     """Log a warning if temperatures would be fitted to, or judged by, the likelihood of text that the base has learned."""
-    if not config.model.is_frozen:
-        if config.temperature.loss == "proper":
-            logger.warning(
-                "temperature.loss = proper fits temperatures to the likelihood of the text that the base model learns from, "
-                "which from the second epoch on is no new text: train the base first, then a TempNet for it on held-out text "
-                "(model.path, which freezes the base)"
-            )
-        return
-    for field, found in archives.items():
-        if text := getattr(config.data, field):
-            warn_of_known_text(config.model.path, text, found, field=f"data.{field}")
+    if config.model.is_frozen:
+        for field, found in archives.items():
+            if text := getattr(config.data, field):
+                warn_of_known_text(config.model.path, text, found, field=f"data.{field}")
+    elif config.temperature.loss == "proper":
+        logger.warning(
+            "temperature.loss = proper fits temperatures to the likelihood of the text that the base model learns from, "
+            "which from the second epoch on is no new text: train the base first, then a TempNet for it on held-out text "
+            "(model.path, which freezes the base)"
+        )

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from jobs.engine.curves import draw_curves, pyplot
+from jobs.engine.curves import draw_curves, draw_histogram, pyplot
 from jobs.engine.description import results
 from jobs.engine.tracking import TrackedRun
 from pipelines.text.tokenization import token_pieces
@@ -81,22 +81,25 @@ def write_report(
         meaning=_OF_ROBUST_LOSS if is_robust(outcome) else _OF_LIKELIHOOD,
     )
     (directory / "tokens.html").write_text(page)
-    _draw_histogram(directory / "histogram.png", outcome)
+    with_rho = is_robust(outcome)
+    counts = {**outcome, "histograms": {"token": outcome["histogram"]}}
+    draw_histogram(directory / "histogram.png", counts, band=(0.7, 1.0) if with_rho else None)
     if tracked:
-        with_rho = is_robust(outcome)
+        curves = _CURVES
+        if with_rho:
+            curves = _CURVES | {"τ": (*_CURVES["τ"], "train/tau_oracle_mean")}
         title = f"{outcome['run']}: ρ = {outcome['rho']:.3f}" if with_rho else f"{outcome['run']}: {outcome['loss']}"
-        draw_curves(directory / "curves.png", tracked, _curves(with_rho=with_rho), title)
+        draw_curves(directory / "curves.png", tracked, curves, title)
 
 
-def _curves(*, with_rho: bool) -> dict[str, tuple[str, ...]]:
-    names = "train/cross_entropy", "train/cross_entropy_tau", "validation/cross_entropy", "validation/cross_entropy_tau"
-    of_tau = "train/tau_q05", "train/tau_mean", "train/tau_q95", *(["train/tau_oracle_mean"] if with_rho else [])
-    return {
-        "loss (training objective)": ("train/loss",),
-        "cross-entropy, nats a token": names,
-        "τ": of_tau,
-        "Spearman(τ, entropy at τ = 1)": ("train/tau_entropy_spearman",),
-    }
+_CURVES = {
+    "loss (training objective)": ("train/loss",),
+    "cross-entropy, nats a token": (
+        "train/cross_entropy", "train/cross_entropy_tau", "validation/cross_entropy", "validation/cross_entropy_tau",
+    ),
+    "τ": ("train/tau_q05", "train/tau_mean", "train/tau_q95"),
+    "Spearman(τ, entropy at τ = 1)": ("train/tau_entropy_spearman",),
+}  # fmt: skip
 
 
 def coloured_page(
@@ -105,13 +108,7 @@ def coloured_page(
     """Return a self-contained HTML page that colours every token by its τ, and shows τ and entropy on hover.
 
     The colour scale ranges from the 2 % to the 98 % quantile of τ. Tokens that make one character together are one span
-    with the mean of their τ.
-
-    Args:
-        title: title of the page.
-        sections: heading → text of every section.
-        summary: text to show at the end of the page.
-        meaning: what a high τ means.
+    with the mean of their τ. `sections` maps headings to texts; `summary` stands at the end of the page.
     """
     every_tau = np.array([value for _, taus, _ in sections.values() for value in taus])
     low, high = np.quantile(every_tau, [0.02, 0.98]) if len(every_tau) else (0.0, 1.0)
@@ -169,18 +166,3 @@ def _colour(share: float) -> str:
     share = min(1.0, max(0.0, float(share)))
     red, green, blue, _ = pyplot().get_cmap("coolwarm")(0.12 + 0.76 * share)
     return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
-
-
-def _draw_histogram(path: Path, outcome: Mapping[str, Any]) -> None:
-    counts = np.array(outcome["histogram"])
-    edges = np.linspace(outcome["tau_min"], outcome["tau_max"], len(counts) + 1)
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
-    axes.bar(edges[:-1], counts / max(1.0, counts.sum()), width=np.diff(edges), align="edge")
-    axes.axvline(outcome["validation"]["tau_mean"], color="black", linestyle="--", label="mean τ")
-    if is_robust(outcome):
-        axes.axvspan(0.7, 1.0, alpha=0.12, color="green", label="band of mean τ, 0.7 to 1.0")
-    axes.set(xlabel="τ", ylabel="share of tokens", title=f"{outcome['run']}: τ on validation text")
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -9,8 +9,9 @@ oracle) is computed for tokens that are spread evenly over all of them; `regret`
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,12 +26,10 @@ from pipelines.text.packing import IGNORE_INDEX
 from tempnet.baselines import compare_sums, find_best_constant
 from tempnet.headroom.gains import DocumentSums
 from tempnet.headroom.profile import NUM_NODES, Profiles, num_nodes_down_to
+from tempnet.models.causal_lm import CausalLMOutput
 from tempnet.models.output_head import to_bfloat16
 from tempnet.softmax.config import TemperatureLossConfig
 from tempnet.statistics import TemperatureStatistics, spearman
-
-if TYPE_CHECKING:  # jobs that only prepare batches do not need DeepSpeed
-    from deepspeed import DeepSpeedEngine
 
 _NUM_PASSAGE_TOKENS = 512
 _FIELDS = ("input_ids", "position_ids", "targets")
@@ -77,37 +76,17 @@ def _ignored(arrays: Batch) -> Batch:
 def to_tensors(arrays: Batch, device: torch.device) -> dict[str, Any]:
     """Convert the fields of blocks that the model reads into tensors; those of tokens are None with stored features."""
     tensors: dict[str, Any] = dict.fromkeys(_FIELDS)
-    tensors |= {
-        name: torch.from_numpy(np.ascontiguousarray(arrays[name])).to(device) for name in _FIELDS if name in arrays
-    }
-    if "hidden" in arrays:
-        hidden = torch.from_numpy(np.ascontiguousarray(arrays["hidden"])).to(device)
-        tensors["hidden"] = to_bfloat16(hidden) if hidden.dtype == torch.int16 else hidden
+    for name in {*_FIELDS, "hidden"} & arrays.keys():
+        tensors[name] = torch.from_numpy(np.ascontiguousarray(arrays[name])).to(device)
+    if "hidden" in tensors and tensors["hidden"].dtype == torch.int16:
+        tensors["hidden"] = to_bfloat16(tensors["hidden"])
     return tensors
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValidationDetails:
-    """Details for the report, which only rank 0 computes."""
-
-    histogram: list[float]
-    """Histogram of τ over [τ₀, τ_max], as counts of the tokens of all ranks."""
-    passage: dict[str, list[Any]]
-    """A passage as lists `token`, `tau` and `entropy`; τ and entropy belong to the prediction *of* the token."""
-    rivals: dict[str, float]
-    """Comparison of τ with its rivals on all tokens; see :func:`rivals`."""
-    judged_by: str | None
-    """Objective that the TempNet was trained with, which is a prefix of keys of `rivals`; None without a TempNet."""
 
 
 class LearnedSums:
     """Sums over the tokens of every document of what is known of them at constant τ and at the model's own.
 
     Documents are numbered in the order of their names over all ranks, all of which must create this object together.
-
-    Args:
-        arrays: this rank's blocks.
-        num_nodes: number of nodes of the tokens' profiles.
     """
 
     def __init__(self, arrays: Batch, num_nodes: int) -> None:
@@ -120,7 +99,7 @@ class LearnedSums:
         self.learned = torch.zeros(3, len(names), dtype=torch.float64)
         """Of the model's own τ: the sums of the cross-entropy ℓ, of τ·ℓ and of τ, each (D,)."""
 
-    def add(self, at: int, targets: Tensor, output: dict[str, Any]) -> None:
+    def add(self, at: int, targets: Tensor, output: Any) -> None:
         """Add the tokens of the micro-batch that starts at block `at`."""
         is_valid = targets != IGNORE_INDEX
         documents = torch.from_numpy(self._numbers[at : at + len(targets)])[is_valid.cpu()]
@@ -139,74 +118,98 @@ class LearnedSums:
 
 
 def validate(
-    engine: DeepSpeedEngine,
+    forward: Callable[..., Sequence[CausalLMOutput]],
     part: ValidationPart,
+    losses: Sequence[TemperatureLossConfig],
     *,
-    loss_config: TemperatureLossConfig,
     vocab_size: int,
     micro_batch_size: int,
     num_oracle_tokens: int,
     with_details: bool,
-) -> tuple[dict[str, float], ValidationDetails | None]:
-    """Score this rank's part of the validation blocks. All ranks must call this, in eval mode and without gradients.
+    device: torch.device,
+) -> list[Tally]:
+    """Run every model over this rank's part of the validation blocks.
+
+    All ranks must call this, in eval mode and without gradients, and then :meth:`Tally.scores` of the same models.
 
     Args:
-        engine: DeepSpeed around the module.
+        forward: returns the outputs of all models for a micro-batch; the arguments are those of `TemperatureCausalLM`,
+            with one number of nodes for each model.
         part: this rank's part of the blocks.
-        loss_config: the training loss.
+        losses: the training loss of every model.
         vocab_size: V, the effective vocabulary.
         micro_batch_size: number of blocks scored at a time.
         num_oracle_tokens: number of tokens of all ranks for which the optimal temperature is computed.
-        with_details: whether to compute `ValidationDetails`.
-
-    Returns:
-        The scores, equal on all ranks, and the details, on rank 0 if requested.
+        with_details: whether to return the details.
+        device: device of the models.
     """
-    statistics = TemperatureStatistics.zeros(loss_config.tau_min, loss_config.tau_max, engine.device)
-    is_robust = loss_config.kind.objective == "robust"
-    num_nodes = num_nodes_down_to(loss_config.tau_min) if is_robust else NUM_NODES
-    oracle_rows = _spread_evenly(part.arrays["targets"] != IGNORE_INDEX, num_oracle_tokens, engine.device)
-    sums = LearnedSums(part.arrays, num_nodes) if with_details else None
-    first_outputs = None
-    pairs: list[Tensor] = []
+    oracle_rows = _spread_evenly(part.arrays["targets"] != IGNORE_INDEX, num_oracle_tokens, device)
+    tallies = [Tally(loss, vocab_size, part.arrays, device, with_details=with_details) for loss in losses]
+    num_nodes = [tally.num_nodes if with_details else 0 for tally in tallies]
     for at in range(0, len(part.arrays["targets"]), micro_batch_size):
-        chunk = {name: value[at : at + micro_batch_size] for name, value in part.arrays.items()}
-        batch = to_tensors(chunk, engine.device)
-        output = engine(
-            **batch,
-            num_targets=1.0,
-            with_statistics=True,
-            oracle_rows=oracle_rows[at : at + micro_batch_size],
-            num_profile_nodes=num_nodes if sums else 0,
-        )
-        statistics.sums += output["statistics"]
-        is_valid = batch["targets"] != IGNORE_INDEX
-        pairs.append(torch.stack([output["tau"].float(), output["entropy"].float(), is_valid.float()]))
-        if sums is not None:
-            sums.add(at, batch["targets"], output)
-            first_outputs = first_outputs or (batch["targets"], output["tau"], output["entropy"])
-    dist.all_reduce(statistics.sums)
-    tau, entropy = _gather(torch.cat(pairs, dim=1))
-    summary = statistics.summary() | {"tau_entropy_spearman": float(spearman(tau, entropy))}
-    if sums is None:
-        return summary, None
-    sums.add_up(engine.device)
-    if dist.get_rank() > 0:
-        return summary, None
-    assert first_outputs is not None
-    figures = rivals(sums, tau, loss_config, vocab_size)
-    if is_robust:
-        figures |= {
-            "robust/oracle_loss": figures["robust/loss"] - summary["regret"],
-            "oracle_tau_mean": summary["tau_oracle_mean"],
+        rows = slice(at, at + micro_batch_size)
+        batch = to_tensors({name: value[rows] for name, value in part.arrays.items()}, device)
+        options = {"with_statistics": True, "oracle_rows": oracle_rows[rows], "num_profile_nodes": num_nodes}
+        for tally, output in zip(tallies, forward(**batch, num_targets=1.0, **options), strict=True):
+            tally.add(at, batch["targets"], output)
+    return tallies
+
+
+class Tally:
+    """What the validation has found of a model so far; the arguments are those of :func:`validate`."""
+
+    def __init__(
+        self,
+        loss: TemperatureLossConfig,
+        vocab_size: int,
+        arrays: Batch,
+        device: torch.device,
+        *,
+        with_details: bool,
+    ) -> None:
+        self.loss, self.vocab_size, self.is_robust = loss, vocab_size, loss.kind.objective == "robust"
+        self.num_nodes = num_nodes_down_to(loss.tau_min) if self.is_robust else NUM_NODES
+        self.statistics = TemperatureStatistics.zeros(loss.tau_min, loss.tau_max, device)
+        self.sums = LearnedSums(arrays, self.num_nodes) if with_details else None
+        self.pairs: list[Tensor] = []
+        self.passage: dict[str, list[Any]] | None = None
+
+    def add(self, at: int, targets: Tensor, output: CausalLMOutput) -> None:
+        """Add the micro-batch that starts at block `at`."""
+        tau, entropy = output["tau"], output["entropy"]
+        assert entropy is not None
+        assert output["statistics"] is not None
+        self.statistics.sums += output["statistics"]
+        self.pairs.append(torch.stack([tau.float(), entropy.float(), (targets != IGNORE_INDEX).float()]))
+        if self.sums is not None:
+            self.sums.add(at, targets, output)
+            self.passage = self.passage or _passage(targets, tau, entropy)
+
+    def scores(self) -> tuple[dict[str, float], dict[str, Any] | None]:
+        """Return the scores over the tokens of all ranks and, on rank 0 if they were requested, details for the report.
+
+        These are the histogram of τ (counts of all ranks' tokens), a passage (:func:`_passage`), the comparison with rivals
+        (:func:`rivals`), and the objective that judges a TempNet, a prefix of the rivals' keys. All ranks must call this.
+        """
+        dist.all_reduce(self.statistics.sums)
+        tau, entropy = _gather(torch.cat(self.pairs, dim=1))
+        summary = self.statistics.summary() | {"tau_entropy_spearman": float(spearman(tau, entropy))}
+        if self.sums is None:
+            return summary, None
+        self.sums.add_up(tau.device)
+        if dist.get_rank() > 0:
+            return summary, None
+        figures = rivals(self.sums, tau, self.loss, self.vocab_size)
+        if self.is_robust:
+            figures["robust/oracle_loss"] = figures["robust/loss"] - summary["regret"]
+            figures["oracle_tau_mean"] = summary["tau_oracle_mean"]
+        objective = "robust" if self.is_robust else "cross_entropy"
+        return summary, {
+            "histogram": self.statistics.histogram.tolist(),
+            "passage": self.passage,
+            "rivals": figures,
+            "judged_by": objective if self.loss.kind.temperature == "tempnet" else None,
         }
-    details = ValidationDetails(
-        histogram=statistics.histogram.tolist(),
-        passage=_passage(*first_outputs),
-        rivals=figures,
-        judged_by=_judged_by(loss_config),
-    )
-    return summary, details
 
 
 def _spread_evenly(is_valid: np.ndarray, number: int, device: torch.device) -> Tensor:
@@ -222,11 +225,9 @@ def _spread_evenly(is_valid: np.ndarray, number: int, device: torch.device) -> T
 
 
 def _gather(own: Tensor) -> tuple[Tensor, Tensor]:
-    """Return τ and entropy of the tokens of all ranks: (N,) each. This takes 12 bytes per token on every rank.
+    """Return τ and entropy of the tokens of all ranks, (N,) each, which takes 12 bytes per token on every rank.
 
-    Args:
-        own: (3, blocks, T) holds τ, the entropy and whether the target is valid, for this rank's part. All ranks' parts
-            have the same size.
+    `own` (3, blocks, T) holds τ, the entropy and whether the target is valid; all ranks' parts have the same size.
     """
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, own)
@@ -239,12 +240,6 @@ def rivals(sums: LearnedSums, tau: Tensor, config: TemperatureLossConfig, vocab_
 
     The best constant of the cross-entropy is that of the headroom test, in the range of `tempnet.headroom.profile`; that of
     the robust loss lies within the bounds of its τ.
-
-    Args:
-        sums: sums over documents, of all ranks.
-        tau: (N,) temperatures of all tokens.
-        config: the training loss.
-        vocab_size: V.
 
     Returns:
         The figures of :func:`tempnet.baselines.compare_sums` with the prefix `cross_entropy/`, where the cross-entropy is
@@ -272,12 +267,6 @@ def rivals(sums: LearnedSums, tau: Tensor, config: TemperatureLossConfig, vocab_
         "num_tokens": counts.sum().item(),
         "num_documents": float((counts > 0).sum()),
     }
-
-
-def _judged_by(config: TemperatureLossConfig) -> str | None:
-    if config.kind.temperature != "tempnet":
-        return None
-    return "robust" if config.kind.objective == "robust" else "cross_entropy"
 
 
 def _passage(targets: Tensor, tau: Tensor, entropy: Tensor) -> dict[str, list[Any]]:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from jobs.engine.config import OptimizerSection, RunSection, TrackingSection, ValidationSection, WorkersSection
-from jobs.tasks.classifier.config import (
-    ClassifierModelSection,
-    CrossValidationConfig,
-    GridSection,
-    LabelledSection,
-)
-from jobs.tasks.presets.twins import named, twins_of
+from jobs.engine.identity import with_fields
+from jobs.tasks.classifier.config import ClassifierModelSection, CrossValidationConfig, LabelledSection
+from jobs.tasks.presets import named, twins_of, variant
 
 Preset = Callable[[], CrossValidationConfig]
 
@@ -41,53 +36,45 @@ def triple_entropy() -> CrossValidationConfig:
     )
 
 
-def triple_entropy_large() -> CrossValidationConfig:
-    """RoBERTa-large with cross-entropy and with the best setting of TripleEntropy, 4 seeds × 5 folds (Table 6)."""
-    config = triple_entropy()
-    return replace(
-        config,
-        run=replace(config.run, name="triple-entropy-large"),
-        model=replace(config.model, path="FacebookAI/roberta-large"),
-        tracking=replace(config.tracking, paper="TripleEntropy, Table 6"),
-    )
-
-
-def triple_entropy_grid() -> CrossValidationConfig:
-    """The whole grid of the paper, 4 900 settings × 20 cells per task; narrow it with `--grid.*`."""
-    config = triple_entropy()
-    return replace(
-        config,
-        run=replace(config.run, name="triple-entropy-grid"),
-        tracking=replace(config.tracking, paper="TripleEntropy, the grid of its search"),
-        grid=GridSection(
-            num_centers=(10, 100, 1000, 2000),
-            gamma=(0.01, 0.03, 0.05, 0.07, 0.1),
-            scale=(1.0, 3.0, 3.3, 4.0, 6.0, 8.0, 10.0),
-            margin=(0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0),
-            beta=(0.1, 0.3, 0.5, 0.7, 0.9),
-        ),
-    )
+_FULL: dict[str, Preset] = {
+    "triple-entropy": triple_entropy,
+    "triple-entropy-large": variant(
+        triple_entropy,
+        "RoBERTa-large with cross-entropy and with the best setting of TripleEntropy, 4 seeds × 5 folds (Table 6).",
+        {"model.path": "FacebookAI/roberta-large", "tracking.paper": "TripleEntropy, Table 6"},
+    ),
+    "triple-entropy-grid": variant(
+        triple_entropy,
+        "The whole grid of the paper, 4 900 settings × 20 cells per task; narrow it with `--grid.*`.",
+        {
+            "tracking.paper": "TripleEntropy, the grid of its search",
+            "grid.num_centers": (10, 100, 1000, 2000),
+            "grid.gamma": (0.01, 0.03, 0.05, 0.07, 0.1),
+            "grid.scale": (1.0, 3.0, 3.3, 4.0, 6.0, 8.0, 10.0),
+            "grid.margin": (0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0),
+            "grid.beta": (0.1, 0.3, 0.5, 0.7, 0.9),
+        },
+    ),
+}
 
 
 def small(config: CrossValidationConfig) -> CrossValidationConfig:
     """Return the twin: the encoder trained by `train_sentences declutr-small-small`, with 100 centres per class."""
-    grid = config.grid if len(config.grid.num_centers) > 1 else replace(config.grid, num_centers=(100,))
-    return replace(
-        config,
-        run=replace(config.run, name=f"{config.run.name}-small", num_steps=75),
-        data=replace(config.data, num_tokens=32),
-        model=ClassifierModelSection(path="runs/declutr-small-small/export", attention="eager"),
-        grid=grid,
-        optimizer=replace(config.optimizer, learning_rate_base=1e-3, beta2=0.999, epsilon=1e-8),
-        workers=WorkersSection(num_workers=1, cpus_per_worker=0.9, num_threads=1, zero_stage=0),
-    )
+    changes = {
+        "run.num_steps": 75,
+        "data.num_tokens": 32,
+        "model.path": "runs/declutr-small-small/export",
+        "model.attention": "eager",
+        "optimizer.learning_rate_base": 1e-3,
+        "optimizer.beta2": 0.999,
+        "optimizer.epsilon": 1e-8,
+        "workers.cpus_per_worker": 0.9,
+        "workers.num_threads": 1,
+        "workers.use_gpu": False,
+    }
+    is_grid = len(config.grid.num_centers) > 1
+    return with_fields(config, changes if is_grid else changes | {"grid.num_centers": (100,)})
 
-
-_FULL: dict[str, Preset] = {
-    "triple-entropy": triple_entropy,
-    "triple-entropy-large": triple_entropy_large,
-    "triple-entropy-grid": triple_entropy_grid,
-}
 
 PRESETS: dict[str, Preset] = named(
     twins_of(_FULL, small, "a small encoder", aliases={"triple-entropy-large": "triple-entropy"}) | _FULL

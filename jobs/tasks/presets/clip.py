@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from typing import Any
 
 from jobs.engine.config import OptimizerSection, RunSection, TrackingSection, WorkersSection
+from jobs.engine.identity import with_fields
 from jobs.tasks.dual_encoder.config import (
     ClipConfig,
     DualEncoderSection,
     PairDataSection,
     PairTemperatureSection,
-    RetrievalValidationSection,
 )
-from jobs.tasks.presets.twins import named, twins_of
+from jobs.tasks.presets import TWO_WORKERS, named, twins_of, variant
 
 Preset = Callable[[], ClipConfig]
 
@@ -25,13 +25,22 @@ SMALL_TABLE = "runs/temperatures-small"
 _NUM_CC3M = 2_900_000
 _NUM_CC12M = 12_000_000
 _BATCH_SIZE = 512
-_NUM_WARMUP_STEPS = 1000
 
 
-def _cc3m(loss: str, paper: str, *, rho: float = 8.0, num_epochs: int = 30, num_pairs: int = _NUM_CC3M) -> ClipConfig:
+def _duration(num_epochs: int, num_pairs: int) -> dict[str, Any]:
+    """Return the fields that follow from the number of epochs: 1 000 steps of warm-up, and validation every epoch."""
     num_steps = num_epochs * num_pairs // _BATCH_SIZE
-    return ClipConfig(
-        run=RunSection(name=f"clip-cc3m-{loss}", num_steps=num_steps, checkpoint_every=2_000, log_every=50),
+    return {
+        "run.num_steps": num_steps,
+        "optimizer.warmup_share": 1000 / num_steps,
+        "validation.every": num_pairs // _BATCH_SIZE,
+    }
+
+
+def clip_cc3m_tempnet() -> ClipConfig:
+    """TempNet: temperatures predicted from the embeddings, trained jointly with the encoder (Table 3)."""
+    config = ClipConfig(
+        run=RunSection(name="clip-cc3m-tempnet", checkpoint_every=2_000, log_every=50),
         data=PairDataSection(
             train="data/cc3m/train",
             validation="data/coco/val2014",
@@ -40,159 +49,135 @@ def _cc3m(loss: str, paper: str, *, rho: float = 8.0, num_epochs: int = 30, num_
             num_readers=8,
         ),
         model=DualEncoderSection(image_path="microsoft/resnet-50", text_path="distilbert/distilbert-base-uncased"),
-        temperature=PairTemperatureSection(loss=loss, rho=rho),
+        temperature=PairTemperatureSection(loss="tempnet", rho=8.0),
         optimizer=OptimizerSection(
             batch_size=_BATCH_SIZE,
             learning_rate_base=2e-4,
             learning_rate_tempnet=1e-5,
             weight_decay=0.02,
             beta2=0.999,
-            warmup_share=_NUM_WARMUP_STEPS / num_steps,
             max_grad_norm=0.0,
         ),
         workers=WorkersSection(num_workers=4, use_gpu=True, zero_stage=1),
-        validation=RetrievalValidationSection(every=num_pairs // _BATCH_SIZE),
-        tracking=TrackingSection(experiment="contrastive", paper=paper),
+        tracking=TrackingSection(experiment="contrastive", paper="TempNet, Table 3"),
     )
+    return with_fields(config, _duration(30, _NUM_CC3M))
 
 
-def clip_cc3m_clip() -> ClipConfig:
-    """CLIP: one learned temperature, softmax over the batch (Table 3)."""
-    return _cc3m("clip", "TempNet, Table 3")
+def _cc3m(doc: str, loss: str, paper: str, **data: Any) -> Preset:
+    changes = {f"data.{name}": value for name, value in data.items()}
+    table = "runs/temperatures-cc3m" if loss == "sogclr_given" else ""
+    changes |= {"temperature.loss": loss, "temperature.table": table, "tracking.paper": paper}
+    return variant(clip_cc3m_tempnet, doc, changes)
 
 
-def clip_cc3m_cyclip() -> ClipConfig:
-    """CyCLIP: CLIP with the two cyclic terms (Table 3)."""
-    return _cc3m("cyclip", "TempNet, Table 3")
-
-
-def clip_cc3m_sogclr() -> ClipConfig:
-    """SogCLR: the global contrastive loss, normalised over all data, at fixed τ = 0.01 (Table 3)."""
-    return _cc3m("sogclr", "TempNet, Table 3")
-
-
-def clip_cc3m_isogclr() -> ClipConfig:
-    """iSogCLR: one learned temperature for every training image and caption (Table 3)."""
-    return _cc3m("isogclr", "TempNet, Table 3")
-
-
-def clip_cc3m_tempnet() -> ClipConfig:
-    """TempNet: temperatures predicted from the embeddings, trained jointly with the encoder (Table 3)."""
-    return _cc3m("tempnet", "TempNet, Table 3")
-
-
-def clip_cc3m_temperature_free() -> ClipConfig:
-    """No temperature: logits 2·artanh(cosine), softmax over the batch (arXiv 2501.17683)."""
-    config = _cc3m("temperature_free", "arXiv 2501.17683")
-    return replace(config, run=replace(config.run, name="clip-cc3m-temperature-free"))
-
-
-def clip_cc3m_tempnet_in_batch() -> ClipConfig:
-    """Ablation: TempNet's temperatures in a softmax over the batch (Table 18)."""
-    config = _cc3m("tempnet_in_batch", "TempNet, Table 18")
-    return replace(config, run=replace(config.run, name="clip-cc3m-tempnet-in-batch"))
-
-
-def clip_cc12m_tempnet_frozen() -> ClipConfig:
-    """Only the TempNets, trained for a frozen CLIP on CC12M, 10 epochs (§6.2, transfer)."""
-    config = _cc3m("tempnet", "TempNet, §6.2", num_epochs=10, num_pairs=_NUM_CC12M)
-    return replace(
-        config,
-        run=replace(config.run, name="clip-cc12m-tempnet-frozen"),
-        data=replace(config.data, train="data/cc12m/train", num_text_tokens=77),
-        model=DualEncoderSection(path="openai/clip-vit-base-patch32", freeze=True, embedding_size=512),
-        optimizer=replace(config.optimizer, learning_rate_tempnet=1e-4),
-    )
-
-
-def clip_cc3m_sogclr_given() -> ClipConfig:
-    """SogCLR at the temperatures that CC12M's TempNets predict for CC3M (Figure 5, right)."""
-    config = _cc3m("sogclr", "TempNet, Figure 5, right")
-    return replace(
-        config,
-        run=replace(config.run, name="clip-cc3m-sogclr-given"),
-        temperature=replace(config.temperature, loss="sogclr_given", table="runs/temperatures-cc3m"),
-    )
-
-
-def _noise(percent: int) -> Preset:
-    def preset() -> ClipConfig:
-        config = _cc3m("tempnet", "TempNet, Figure 5, left")
-        return replace(
-            config,
-            run=replace(config.run, name=f"clip-cc3m-noise-{percent:02d}"),
-            data=replace(config.data, caption_noise=percent / 100),
+_LOSSES = {
+    "clip": ("TempNet, Table 3", "CLIP: one learned temperature, softmax over the batch (Table 3)."),
+    "cyclip": ("TempNet, Table 3", "CyCLIP: CLIP with the two cyclic terms (Table 3)."),
+    "sogclr": (
+        "TempNet, Table 3",
+        "SogCLR: the global contrastive loss, normalised over all data, at fixed τ = 0.01 (Table 3).",
+    ),
+    "isogclr": ("TempNet, Table 3", "iSogCLR: one learned temperature for every training image and caption (Table 3)."),
+    "tempnet": ("TempNet, Table 3", (clip_cc3m_tempnet.__doc__ or "")),
+    "temperature_free": (
+        "arXiv 2501.17683",
+        "No temperature: logits 2·artanh(cosine), softmax over the batch (arXiv 2501.17683).",
+    ),
+    "tempnet_in_batch": (
+        "TempNet, Table 18",
+        "Ablation: TempNet's temperatures in a softmax over the batch (Table 18).",
+    ),
+}
+"""Name of a loss → its table in a paper, and its line of `--help`."""
+_FULL: dict[str, Preset] = {
+    **{f"clip-cc3m-{loss.replace('_', '-')}": _cc3m(doc, loss, paper) for loss, (paper, doc) in _LOSSES.items()},
+    "clip-cc12m-tempnet-frozen": variant(
+        clip_cc3m_tempnet,
+        "Only the TempNets, trained for a frozen CLIP on CC12M, 10 epochs (§6.2, transfer).",
+        {
+            **_duration(10, _NUM_CC12M),
+            "data.train": "data/cc12m/train",
+            "data.num_text_tokens": 77,
+            "model.path": "openai/clip-vit-base-patch32",
+            "model.image_path": "",
+            "model.text_path": "",
+            "model.freeze": True,
+            "model.embedding_size": 512,
+            "optimizer.learning_rate_tempnet": 1e-4,
+            "tracking.paper": "TempNet, §6.2",
+        },
+    ),
+    "clip-cc3m-sogclr-given": _cc3m(
+        "SogCLR at the temperatures that CC12M's TempNets predict for CC3M (Figure 5, right).",
+        "sogclr_given",
+        "TempNet, Figure 5, right",
+    ),
+    **{
+        f"clip-cc3m-noise-{percent:02d}": _cc3m(
+            f"TempNet with noise in {percent} % of the captions (Figure 5); rival: isogclr and data.caption_noise.",
+            "tempnet",
+            "TempNet, Figure 5, left",
+            caption_noise=percent / 100,
         )
-
-    preset.__doc__ = (
-        f"TempNet with noise in {percent} % of the captions (Figure 5); rival: isogclr and data.caption_noise."
-    )
-    return preset
+        for percent in (5, 10, 15)
+    },
+}
 
 
 def small(config: ClipConfig) -> ClipConfig:
     """Return the twin of a configuration, which trains on the sample images in about two minutes on two CPU cores."""
-    model, temperature = config.model, config.temperature
-    if model.path:
-        model = DualEncoderSection(
-            path=SMALL_EXPORT, freeze=True, image_size=48, embedding_size=128, text_attention="eager"
-        )
-    else:
-        model = DualEncoderSection(
-            image_size=48,
-            embedding_size=128,
-            image_stem_width=24,
-            image_widths=(24, 48, 96, 192),
-            image_depths=(1, 1, 1, 1),
-            image_block="basic",
-            text_hidden_size=96,
-            text_num_layers=2,
-            text_num_heads=3,
-            text_dropout=0.0,
-            text_attention="eager",
-        )
-    # For a frozen base model there is an optimal mean τ, which ρ = 4.5 puts into the papers' band (measured: .0064).
-    temperature = replace(temperature, rho=4.5 if model.freeze else 7.0, table=SMALL_TABLE if temperature.table else "")
-    # A frozen base model does not change while its TempNets learn, so their learning rate can be high.
-    optimizer = replace(config.optimizer, learning_rate_tempnet=1e-2 if model.freeze else 5e-4)
-    if temperature.loss == "isogclr":
-        temperature = replace(temperature, tau=0.02, tau_step=5e-4)
-    if temperature.loss == "tempnet" and not model.freeze:
+    is_frozen = config.model.freeze
+    changes = {
+        "run.num_steps": 800,
+        "run.checkpoint_every": 200,
+        "run.log_every": 20,
+        "data.train": f"{SAMPLE_IMAGES}/train",
+        "data.validation": f"{SAMPLE_IMAGES}/validation",
+        "data.validation_captions": "",
+        "data.validation_splits": (),
+        "data.tokenizer": f"{SAMPLE_IMAGES}/tokenizer",
+        "data.num_text_tokens": 30,
+        "data.num_readers": 1,
+        "data.flip_probability": 0.0,  # captions mention left and right
+        "data.min_crop_scale": 0.8,
+        "model.image_path": "",
+        "model.text_path": "",
+        "model.image_size": 48,
+        "model.embedding_size": 128,
+        "model.text_attention": "eager",
+        # For a frozen base model there is an optimal mean τ, which ρ = 4.5 puts into the papers' band (measured: .0064).
+        "temperature.rho": 4.5 if is_frozen else 7.0,
+        "temperature.table": SMALL_TABLE if config.temperature.table else "",
+        "optimizer.batch_size": 128,
+        "optimizer.learning_rate_base": 1e-3,
+        # A frozen base model does not change while its TempNets learn, so their learning rate can be high.
+        "optimizer.learning_rate_tempnet": 1e-2 if is_frozen else 5e-4,
+        "optimizer.warmup_share": 0.05,
+        **TWO_WORKERS,
+        "validation.every": 200,
+    }
+    changes |= {"model.path": SMALL_EXPORT} if is_frozen else _SMALL_TOWERS
+    if config.temperature.loss == "isogclr":
+        changes |= {"temperature.tau": 0.02, "temperature.tau_step": 5e-4}
+    if config.temperature.loss == "tempnet" and not is_frozen:
         # In joint training the mean τ falls as long as ρ is above the KL that the base model has reached, and it falls
         # faster than the temperatures learn to differ. So ρ is adjusted to that KL, which keeps the mean τ at
         # target_tau. The TempNets have a high learning rate, but start only after the base model has learned something.
-        temperature = replace(temperature, rho=3.0, target_tau=0.02)
-        optimizer = replace(optimizer, learning_rate_tempnet=3e-3, rest_share_tempnet=0.4)
-    return replace(
-        config,
-        run=replace(config.run, name=f"{config.run.name}-small", num_steps=800, checkpoint_every=200, log_every=20),
-        data=PairDataSection(
-            train=f"{SAMPLE_IMAGES}/train",
-            validation=f"{SAMPLE_IMAGES}/validation",
-            tokenizer=f"{SAMPLE_IMAGES}/tokenizer",
-            caption_noise=config.data.caption_noise,
-            flip_probability=0.0,  # captions mention left and right
-            min_crop_scale=0.8,
-        ),
-        model=model,
-        temperature=temperature,
-        optimizer=replace(optimizer, batch_size=128, learning_rate_base=1e-3, warmup_share=0.05),
-        workers=WorkersSection(num_workers=2, cpus_per_worker=0.5, zero_stage=1),
-        validation=RetrievalValidationSection(every=200),
-    )
+        changes |= {"temperature.rho": 3.0, "temperature.target_tau": 0.02}
+        changes |= {"optimizer.learning_rate_tempnet": 3e-3, "optimizer.rest_share_tempnet": 0.4}
+    return with_fields(config, changes)
 
 
-_FULL: dict[str, Preset] = {
-    "clip-cc3m-clip": clip_cc3m_clip,
-    "clip-cc3m-cyclip": clip_cc3m_cyclip,
-    "clip-cc3m-sogclr": clip_cc3m_sogclr,
-    "clip-cc3m-isogclr": clip_cc3m_isogclr,
-    "clip-cc3m-tempnet": clip_cc3m_tempnet,
-    "clip-cc3m-temperature-free": clip_cc3m_temperature_free,
-    "clip-cc3m-tempnet-in-batch": clip_cc3m_tempnet_in_batch,
-    "clip-cc12m-tempnet-frozen": clip_cc12m_tempnet_frozen,
-    "clip-cc3m-sogclr-given": clip_cc3m_sogclr_given,
-    **{f"clip-cc3m-noise-{percent:02d}": _noise(percent) for percent in (5, 10, 15)},
+_SMALL_TOWERS = {
+    "model.image_stem_width": 24,
+    "model.image_widths": (24, 48, 96, 192),
+    "model.image_depths": (1, 1, 1, 1),
+    "model.image_block": "basic",
+    "model.text_hidden_size": 96,
+    "model.text_num_layers": 2,
+    "model.text_num_heads": 3,
+    "model.text_dropout": 0.0,
 }
 
 PRESETS: dict[str, Preset] = named(twins_of(_FULL, small, "sample images") | _FULL)

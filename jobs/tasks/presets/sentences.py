@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from jobs.engine.config import OptimizerSection, RunSection, TrackingSection, WorkersSection
-from jobs.tasks.presets.twins import named, twins_of
+from jobs.engine.identity import with_fields
+from jobs.tasks.presets import TWO_WORKERS, named, twins_of, variant
 from jobs.tasks.sentence_encoder.config import (
     DocumentSection,
-    DocumentTemperatureSection,
     SentenceConfig,
     SentenceEncoderSection,
     SpanValidationSection,
@@ -25,10 +24,12 @@ _NUM_DOCUMENTS = 495_243
 _BATCH_SIZE = 16
 
 
-def _declutr(name: str, encoder: str, paper: str) -> SentenceConfig:
-    num_steps = _NUM_DOCUMENTS // _BATCH_SIZE
+def declutr_small() -> SentenceConfig:
+    """DeCLUTR on DistilRoBERTa: NT-Xent at τ = 0.05 and MLM, equally weighted (Table 1)."""
     return SentenceConfig(
-        run=RunSection(name=name, num_steps=num_steps, checkpoint_every=2_000, log_every=50),
+        run=RunSection(
+            name="declutr-small", num_steps=_NUM_DOCUMENTS // _BATCH_SIZE, checkpoint_every=2_000, log_every=50
+        ),
         data=DocumentSection(
             train="data/openwebtext2/train",
             validation="data/openwebtext2/validation",
@@ -36,7 +37,7 @@ def _declutr(name: str, encoder: str, paper: str) -> SentenceConfig:
             max_length=510,
             min_num_tokens=2048,
         ),
-        model=SentenceEncoderSection(path=encoder),
+        model=SentenceEncoderSection(path="distilbert/distilroberta-base"),
         optimizer=OptimizerSection(
             batch_size=_BATCH_SIZE,
             learning_rate_base=5e-5,
@@ -50,71 +51,67 @@ def _declutr(name: str, encoder: str, paper: str) -> SentenceConfig:
         ),
         workers=WorkersSection(num_workers=4, use_gpu=True, zero_stage=1),
         validation=SpanValidationSection(every=2_000),
-        tracking=TrackingSection(experiment="sentences", paper=paper),
-    )
-
-
-def declutr_small() -> SentenceConfig:
-    """DeCLUTR on DistilRoBERTa: NT-Xent at τ = 0.05 and MLM, equally weighted (Table 1)."""
-    return _declutr("declutr-small", "distilbert/distilroberta-base", "DeCLUTR, Table 1")
-
-
-def declutr_base() -> SentenceConfig:
-    """DeCLUTR on RoBERTa-base, with the same losses as declutr-small (Table 1)."""
-    return _declutr("declutr-base", "FacebookAI/roberta-base", "DeCLUTR, Table 1")
-
-
-def declutr_small_temperature_free() -> SentenceConfig:
-    """DeCLUTR-small without a temperature (arXiv 2501.17683)."""
-    return _with_loss(DocumentTemperatureSection(loss="temperature_free"), "arXiv 2501.17683")
-
-
-def declutr_small_tempnet() -> SentenceConfig:
-    """DeCLUTR-small with a TempNet and the robust loss."""
-    temperature = DocumentTemperatureSection(loss="tempnet", rho=3.0, tau_min=0.01, tau_max=0.3)
-    return _with_loss(temperature, "")
-
-
-def _with_loss(temperature: DocumentTemperatureSection, paper: str) -> SentenceConfig:
-    config = declutr_small()
-    name = f"{config.run.name}-{temperature.loss.replace('_', '-')}"
-    return replace(
-        config,
-        run=replace(config.run, name=name),
-        temperature=temperature,
-        tracking=replace(config.tracking, paper=paper),
-    )
-
-
-def small(config: SentenceConfig) -> SentenceConfig:
-    """Return the twin of a configuration: a small encoder from scratch on the sample text, with spans of 8 to 32 tokens."""
-    return replace(
-        config,
-        run=replace(config.run, name=f"{config.run.name}-small", num_steps=1500, checkpoint_every=500, log_every=20),
-        data=DocumentSection(
-            train=f"{SAMPLE}/text/train",
-            validation=f"{SAMPLE}/text/validation",
-            tokenizer=f"{SAMPLE}/wordpiece",
-            min_length=8,
-            max_length=32,
-            min_num_tokens=96,
-        ),
-        model=SentenceEncoderSection(hidden_size=128, num_layers=1, num_heads=4, dropout=0.0, attention="eager"),
-        optimizer=replace(
-            config.optimizer, batch_size=32, learning_rate_base=3e-3, learning_rate_tempnet=1e-3, epsilon=1e-8
-        ),
-        temperature=replace(config.temperature, num_prototypes=128),
-        workers=WorkersSection(num_workers=2, cpus_per_worker=0.5, zero_stage=1),
-        validation=SpanValidationSection(every=500, num_documents=128),
+        tracking=TrackingSection(experiment="sentences", paper="DeCLUTR, Table 1"),
     )
 
 
 _FULL: dict[str, Preset] = {
     "declutr-small": declutr_small,
-    "declutr-base": declutr_base,
-    "declutr-small-temperature-free": declutr_small_temperature_free,
-    "declutr-small-tempnet": declutr_small_tempnet,
+    "declutr-base": variant(
+        declutr_small,
+        "DeCLUTR on RoBERTa-base, with the same losses as declutr-small (Table 1).",
+        {"model.path": "FacebookAI/roberta-base"},
+    ),
+    "declutr-small-temperature-free": variant(
+        declutr_small,
+        "DeCLUTR-small without a temperature (arXiv 2501.17683).",
+        {"temperature.loss": "temperature_free", "tracking.paper": "arXiv 2501.17683"},
+    ),
+    "declutr-small-tempnet": variant(
+        declutr_small,
+        "DeCLUTR-small with a TempNet and the robust loss.",
+        {
+            "temperature.loss": "tempnet",
+            "temperature.rho": 3.0,
+            "temperature.tau_min": 0.01,
+            "temperature.tau_max": 0.3,
+            "tracking.paper": "",
+        },
+    ),
 }
+
+
+def small(config: SentenceConfig) -> SentenceConfig:
+    """Return the twin of a configuration: a small encoder from scratch on the sample text, with spans of 8 to 32 tokens."""
+    return with_fields(
+        config,
+        {
+            "run.num_steps": 1500,
+            "run.checkpoint_every": 500,
+            "run.log_every": 20,
+            "data.train": f"{SAMPLE}/text/train",
+            "data.validation": f"{SAMPLE}/text/validation",
+            "data.tokenizer": f"{SAMPLE}/wordpiece",
+            "data.min_length": 8,
+            "data.max_length": 32,
+            "data.min_num_tokens": 96,
+            "model.path": "",
+            "model.hidden_size": 128,
+            "model.num_layers": 1,
+            "model.num_heads": 4,
+            "model.dropout": 0.0,
+            "model.attention": "eager",
+            "optimizer.batch_size": 32,
+            "optimizer.learning_rate_base": 3e-3,
+            "optimizer.learning_rate_tempnet": 1e-3,
+            "optimizer.epsilon": 1e-8,
+            "temperature.num_prototypes": 128,
+            **TWO_WORKERS,
+            "validation.every": 500,
+            "validation.num_documents": 128,
+        },
+    )
+
 
 PRESETS: dict[str, Preset] = named(
     twins_of(_FULL, small, "sample text", aliases={"declutr-base": "declutr-small"}) | _FULL

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from jobs.engine.config import EncoderSection, RunSection, ValidationSection
 from jobs.engine.fields import PATH, check_not_negative, check_positive, check_share
 from jobs.engine.temperature import ContrastiveSection, ContrastiveTrainingConfig
-from jobs.tasks.text.config import TextSection
+from jobs.tasks.config import TextSection
 from pipelines.sentences.spans import SpanConfig
 from tempnet.contrastive.config import LOSS_KINDS
 
@@ -49,9 +49,7 @@ class ObjectiveSection:
     """Weight of the loss of predicting the anchors' masked tokens (MLM). 0: no MLM."""
 
     def __post_init__(self) -> None:
-        for name in ("contrastive_weight", "mlm_weight"):
-            if not getattr(self, name) >= 0.0:
-                raise ValueError(f"objective.{name} = {getattr(self, name)} must not be negative")
+        check_not_negative("objective", self, "contrastive_weight", "mlm_weight")
         if not (self.contrastive_weight or self.mlm_weight):
             raise ValueError("objective.contrastive_weight = objective.mlm_weight = 0 leaves nothing to learn")
 

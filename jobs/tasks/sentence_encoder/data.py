@@ -1,4 +1,4 @@
-"""Prepares and reads the documents on which a sentence encoder is trained."""
+"""The documents on which a sentence encoder is trained, and the module to train: an encoder, its MLM head and the loss."""
 
 from __future__ import annotations
 
@@ -6,29 +6,34 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
+from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from jobs.engine.task import Task
+from jobs.engine import encoders
 from jobs.engine.temperature import check_sizes
+from jobs.tasks.base import autocast_dtype, naming_field
 from jobs.tasks.sentence_encoder.config import SentenceConfig
-from jobs.tasks.text.data import cache_for, describe_data, find, prepare_split, prepare_training_text
+from jobs.tasks.text import cache_for, describe_data, prepare_split, prepare_training_text
 from pipelines.sentences.spans import SpanSource
 from pipelines.stream import Batch
 from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import DocumentConfig
 from pipelines.text.tokenization import SpecialTokens, load_tokenizer
+from tempnet.contrastive.state import SampleState, World
+from tempnet.contrastive.unimodal import UnimodalLoss
+from tempnet.models.sentence_encoder import num_positions
+from tempnet.models.temperature_sentence_encoder import TemperatureSentenceEncoder
+from tempnet.network import TempNet
 
-# Random seed of the spans that are scored in validation, which are the same for all runs.
-VALIDATION_SEED = 0
+MIN_POSITIONS = 128
+"""Positions of a new encoder, also where it is trained on shorter spans: what is longer would be cut when it is used."""
 
 
 def prepare_documents(config: SentenceConfig) -> tuple[Manifest | GrowingManifest, Manifest]:
     """Return the manifests of the documents of `train` and `validation`, preparing them unless this was done before.
 
     The first one still grows if `data.prepare` says so and parts are missing.
-
-    Raises:
-        ValueError: if the documents are too short or too few. While they grow, the reading of them raises it.
     """
     tokenizer = load_tokenizer(config.tokenizer, needs_eos=False)
     layout = DocumentConfig(least_num_tokens=config.data.least_num_tokens, vocab_size=len(tokenizer))
@@ -61,10 +66,7 @@ def _check_documents(config: SentenceConfig, split: str, num_documents: int) -> 
 
 
 def describe_documents(train: Manifest | GrowingManifest, validation: Manifest) -> dict[str, Any]:
-    """Return the entries of a run's outcome that tell what its data hold, as far as they are prepared.
-
-    The numbers of training documents are None if parts of the text are still missing.
-    """
+    """Return the entries of a run's outcome that tell what its data hold; None while parts of the text are missing."""
     return {
         **describe_data(train, validation, noun="documents"),
         "num_documents_too_short": {
@@ -92,19 +94,59 @@ def read_documents(source: SpanSource, ids: np.ndarray) -> Batch:
     return source.read(shards, ids - source.first_rows[shards], 0)
 
 
-def create_task(
-    config: SentenceConfig, train: str | GrowingManifest, validation: str, rank: int, world_size: int
-) -> Task:
-    """Create the task on a worker.
+def build_encoder(config: SentenceConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """Build the encoder with its MLM head, pretrained or randomly initialised, the same on every rank."""
+    with naming_field("data."):
+        special = SpecialTokens.of(tokenizer)
+    width = config.data.max_length + special.num_added
+    model = encoders.build_encoder(
+        config.model,
+        AutoModelForMaskedLM,
+        what="encoder with an MLM head",
+        tokenizer=tokenizer,
+        tokenizer_name=config.tokenizer,
+        num_tokens=max(width, MIN_POSITIONS),
+        seed=config.run.seed,
+        with_checkpointing=config.workers.activation_checkpointing,
+    )
+    most = num_positions(model.config)
+    if most is not None and width > most:
+        raise ValueError(
+            f"data.max_length = {config.data.max_length} with {special.num_added} special tokens is more than the "
+            f"{most} positions of the encoder: choose at most {most - special.num_added}"
+        )
+    return model
 
-    Args:
-        config: configuration of the run.
-        train: directory of the prepared training documents, or what is known of them while they still grow.
-        validation: directory of the prepared validation documents.
-        rank: rank of this worker.
-        world_size: number of workers.
+
+def build_tempnet(config: SentenceConfig, width: int) -> TempNet | None:
+    """Return a new TempNet that reads embeddings of the given width, or None if the loss uses no TempNet."""
+    if not (config.is_contrastive and config.temperature.needs_tempnets):
+        return None
+    return TempNet(config.temperature.network_config(width))
+
+
+def build_model(
+    config: SentenceConfig, tokenizer: PreTrainedTokenizerFast, *, num_documents: int | None, device: torch.device
+) -> TemperatureSentenceEncoder:
+    """Build the module to train, with the loss's state of `num_documents` documents partitioned among the ranks.
+
+    The number may be unknown (None) if the loss keeps no state of documents.
     """
-    from jobs.tasks.sentence_encoder.task import SentenceTask
-
-    config = config.with_num_workers(world_size)
-    return SentenceTask(config, find(train), Manifest.load(validation), rank, world_size)
+    encoder = build_encoder(config, tokenizer)
+    tempnet, world = build_tempnet(config, int(encoder.config.hidden_size)), World.current()
+    loss = None
+    if config.is_contrastive:
+        settings, state = config.temperature.loss_config, None
+        if columns := settings.state_columns:
+            assert num_documents is not None  # `make_plan` refuses the other case.
+            state = SampleState(num_documents, columns, world=world, device=device)
+        loss = UnimodalLoss(settings, tempnet=tempnet, state=state, world=world)
+    module = TemperatureSentenceEncoder(
+        encoder,
+        loss,
+        contrastive_weight=config.objective.contrastive_weight,
+        mlm_weight=config.objective.mlm_weight,
+        world=world,
+        autocast_dtype=autocast_dtype(config),
+    )
+    return module.to(device)

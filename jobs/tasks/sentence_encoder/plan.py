@@ -5,67 +5,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from jobs.engine.curves import draw_curves, draw_histogram
-from jobs.engine.description import describe_plan, results
+from jobs.engine.description import describe_plan
 from jobs.engine.launch import tracking_uri
 from jobs.engine.task import PreparedTask, data_set
-from jobs.engine.tracking import TrackedRun
-from jobs.tasks.base import BasePlan, count_parameters, naming_field, resolve_paths
+from jobs.tasks.base import BasePlan, DataReference, count_parameters, create_task, naming_field, resolve_paths
 from jobs.tasks.sentence_encoder.config import SentenceConfig
-from jobs.tasks.sentence_encoder.data import create_task, describe_documents, prepare_documents
-from jobs.tasks.sentence_encoder.models import build_encoder, build_tempnet
-from jobs.tasks.text.data import refer_to
+from jobs.tasks.sentence_encoder.data import build_encoder, build_tempnet, describe_documents, prepare_documents
+from jobs.tasks.text import refer_to
 from pipelines.archives import list_archives
 from pipelines.stream import READ_CPUS
-from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig, check_negatives
-
-_CURVES = {
-    "loss (training objective)": ("train/loss", "train/mlm_loss", "validation/mlm_loss"),
-    "an anchor finds its positive": ("validation/span_recall@1", "validation/mlm_accuracy"),
-    "τ": ("train/tau_q05", "train/tau_mean", "train/tau_q95"),
-    "cosine of anchor and positive": ("validation/positive_cosine",),
-}
-
-
-def _summary_table(outcome: Mapping[str, Any]) -> str:
-    """Return the results of a run as text for the terminal."""
-    scores = outcome["validation"]
-    rows = [("loss", outcome["loss"])]
-    if "span_recall@1" in scores:
-        rows.append(("an anchor finds its positive", f"{scores['span_recall@1']:.2%}"))
-    if "mlm_loss" in scores:
-        rows.append(("MLM loss, accuracy", f"{scores['mlm_loss']:.4f}, {scores['mlm_accuracy']:.2%}"))
-    if "tau_mean" in scores:
-        spread = f" ± {scores['tau_std']:.4f}" if "tau_std" in scores else ""
-        rows.append(("mean τ", f"{scores['tau_mean']:.4f}{spread}"))
-    return results(rows, outcome, "documents")
-
-
-def _write_report(directory: Path, outcome: Mapping[str, Any], tracked: TrackedRun | None) -> None:
-    """Write `histogram.png`, if a TempNet predicts temperatures, and `curves.png`, if the run is logged to MLflow."""
-    if outcome["histograms"]:
-        draw_histogram(directory / "histogram.png", outcome)
-    if tracked:
-        draw_curves(directory / "curves.png", tracked, _CURVES, f"{outcome['run']}: {outcome['loss']}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentencePlan(BasePlan[SentenceConfig]):
     """The plan of training a sentence encoder."""
 
+    unit = "documents"
+    curves: ClassVar = {
+        "loss (training objective)": ("train/loss", "train/mlm_loss", "validation/mlm_loss"),
+        "an anchor finds its positive": ("validation/span_recall@1", "validation/mlm_accuracy"),
+        "τ": ("train/tau_q05", "train/tau_mean", "train/tau_q95"),
+        "cosine of anchor and positive": ("validation/positive_cosine",),
+    }
+
     num_parameters: int
     """Number of parameters of the encoder with its head."""
     num_tempnet_parameters: int
     """Number of parameters of the TempNet; 0 without one."""
-
-    summary_table = staticmethod(_summary_table)
-    write_report = staticmethod(_write_report)
 
     @property
     def data_cpus(self) -> float:
@@ -109,11 +80,16 @@ class SentencePlan(BasePlan[SentenceConfig]):
         config = resolve_paths(self.config)
         train, validation = prepare_documents(config)
         loss = config.temperature.loss_config
+        data = DataReference(train=refer_to(train), validation=validation.directory)
+        counts = {}  # none while parts of the text are missing
+        if isinstance(train, Manifest):
+            num_too_short = train.num_documents - train.num_rows
+            counts = {"num_documents": train.num_rows, "num_documents_too_short": num_too_short}
         return PreparedTask(
-            create_task=partial(create_task, config, refer_to(train), validation.directory),
+            create_task=partial(create_task, "jobs.tasks.sentence_encoder.task:SentenceTask", config, data),
             num_samples=None,
             read_data_outcome=partial(describe_documents, train, validation),
-            parameters=_count_documents(train),
+            parameters=counts,
             data_sets={
                 "training": data_set(self.config.data.train, train.digest),
                 "validation": data_set(self.config.data.validation, validation.digest),
@@ -121,34 +97,31 @@ class SentencePlan(BasePlan[SentenceConfig]):
             outcome={"loss": self._loss, "tau_min": loss.tau_min, "tau_max": loss.tau_max},
         )
 
-
-def _count_documents(train: Manifest | GrowingManifest) -> dict[str, int]:
-    """Return the numbers of training documents to log; none while parts of the text are missing."""
-    if isinstance(train, GrowingManifest):
-        return {}
-    return {"num_documents": train.num_rows, "num_documents_too_short": train.num_documents - train.num_rows}
+    def rows(self, outcome: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Return the recall of spans, the MLM loss and the temperatures."""
+        scores = outcome["validation"]
+        rows = [("loss", outcome["loss"])]
+        if "span_recall@1" in scores:
+            rows.append(("an anchor finds its positive", f"{scores['span_recall@1']:.2%}"))
+        if "mlm_loss" in scores:
+            rows.append(("MLM loss, accuracy", f"{scores['mlm_loss']:.4f}, {scores['mlm_accuracy']:.2%}"))
+        if "tau_mean" in scores:
+            spread = f" ± {scores['tau_std']:.4f}" if "tau_std" in scores else ""
+            rows.append(("mean τ", f"{scores['tau_mean']:.4f}{spread}"))
+        return rows
 
 
 def make_plan(config: SentenceConfig) -> SentencePlan:
-    """Make the plan of a run, checking everything that can be checked without Ray.
-
-    Raises:
-        ValueError, FileNotFoundError, OSError: if the configuration is refused; the message names the field, the value
-            and what would be legal.
-    """
+    """Make the plan of a run, checking everything that can be checked without Ray."""
     uri = tracking_uri(config)
     if config.data.is_streaming and config.is_contrastive:
         _check_streaming(config)
     for split in ("train", "validation"):
         with naming_field(f"data.{split}: "):
             list_archives(getattr(config.data, split))
-    try:
+    with naming_field("data."):
         tokenizer = load_tokenizer(config.tokenizer, needs_eos=False)
-        encoder = build_encoder(config, tokenizer)
-    except ValueError as error:
-        if str(error).startswith("tokenizer "):
-            raise ValueError(f"data.{error}") from error
-        raise
+    encoder = build_encoder(config, tokenizer)
     return SentencePlan(
         config=config,
         num_parameters=count_parameters(encoder),
@@ -158,11 +131,7 @@ def make_plan(config: SentenceConfig) -> SentencePlan:
 
 
 def _check_streaming(config: SentenceConfig) -> None:
-    """Check that the contrastive loss does not need to know all documents before training.
-
-    Raises:
-        ValueError: if it does; the message names the field, the value and what would be legal.
-    """
+    """Check that the contrastive loss does not need to know all documents before training."""
     temperature = config.temperature
     if temperature.loss_config.state_columns:
         legal = [

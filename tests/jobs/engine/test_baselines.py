@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
 from jobs.engine import baselines
-from jobs.tasks.dual_encoder.scores import rivals as pair_rivals
+from jobs.tasks.dual_encoder.validation import rivals as pair_rivals
 from jobs.tasks.language_model.validation import LearnedSums
 from jobs.tasks.language_model.validation import rivals as token_rivals
-from jobs.tasks.sentence_encoder.validation import rivals as span_rivals
+from jobs.tasks.sentence_encoder.task import rivals as span_rivals
 from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.headroom.profile import Profiles
 from tempnet.oracle import optimal_temperature

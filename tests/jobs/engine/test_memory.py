@@ -15,8 +15,7 @@ from jobs.engine.description import GIB, check_fits, describe_memory, training_m
 from jobs.engine.hardware import num_threads_per_worker
 from jobs.engine.identity import with_fields
 from jobs.tasks.base import count_parameters
-from jobs.tasks.language_model.flops import flops_per_token
-from jobs.tasks.language_model.memory import estimate_memory, saved_bytes
+from jobs.tasks.language_model.models import estimate_memory, flops_per_token, saved_bytes
 from jobs.tasks.presets.language_models import PRESETS
 from tempnet import TempNet, TempNetConfig
 from tempnet.models.causal_lm import TemperatureCausalLM

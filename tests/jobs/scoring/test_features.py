@@ -15,11 +15,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from jobs.engine.config import RunSection, WorkersSection
 from jobs.scoring.features import HiddenStates, read_blocks, units_of
 from jobs.scoring.units import UnitStore
-from jobs.tasks.language_model.base import refer_to_base
 from jobs.tasks.language_model.config import DataSection, LanguageModelConfig, ModelSection, TemperatureSection
-from jobs.tasks.language_model.features import features_of, features_to_read, find_features
-from jobs.tasks.language_model.flops import flops_per_token
-from jobs.tasks.language_model.models import build_model
+from jobs.tasks.language_model.data import features_of, features_to_read, find_features, refer_to_base
+from jobs.tasks.language_model.models import build_model, flops_per_token
 from jobs.tasks.language_model.validation import ValidationPart, to_tensors
 from pipelines import features as features_module
 from pipelines.features import Features, FeatureSource, features_directory
@@ -118,7 +116,7 @@ def test_training_spreads_no_base(config: LanguageModelConfig, features: Feature
     base = refer_to_base(config)
     assert features_to_read(config, base, features.text, features.text) is None
     stored = replace(config, model=replace(config.model, device_map="auto", features=True))
-    assert features_to_read(stored, base, features.text, features.text) == (features.directory, features.directory)
+    assert features_to_read(stored, base, features.text, features.text) == (features, features)
     with pytest.raises(ValueError, match=r"model\.device_map = auto spreads a base for jobs\.prepare_features only"):
         features_to_read(
             replace(config, model=replace(config.model, device_map="auto")), base, features.text, features.text

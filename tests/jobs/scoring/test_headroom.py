@@ -140,16 +140,15 @@ def test_a_runs_validation_has_the_numbers_of_the_headroom_test(model: Path, tmp
     loss = TemperatureLossConfig(name="proper", rho=0.0)
     base = AutoModelForCausalLM.from_pretrained(model)
     module = TemperatureCausalLM(base, network, loss, vocab_size=VOCAB_SIZE, freeze_base=True).eval()
-    engine: Any = type(
-        "Engine", (), {"device": torch.device("cpu"), "__call__": lambda self, **batch: module(**batch)}
-    )()
     with torch.no_grad():
-        scores, details = validate(
-            engine, ValidationPart(arrays=arrays, num_blocks=len(arrays["targets"])), loss_config=loss,
-            vocab_size=VOCAB_SIZE, micro_batch_size=3, num_oracle_tokens=4, with_details=True,
+        (tally,) = validate(
+            lambda num_profile_nodes, **batch: [module(**batch, num_profile_nodes=num_profile_nodes[0])],
+            ValidationPart(arrays=arrays, num_blocks=len(arrays["targets"])), [loss], vocab_size=VOCAB_SIZE,
+            micro_batch_size=3, num_oracle_tokens=4, with_details=True, device=torch.device("cpu"),
         )  # fmt: skip
+        scores, details = tally.scores()
     assert details is not None
-    sums, found = promised.sums, details.rivals
+    sums, found = promised.sums, details["rivals"]
     number = sum(len(values) + with_end for values in ids)
     assert sums.counts.sum() == found["num_tokens"] == number
     assert (sums.counts > 0).sum() == found["num_documents"] == 12

@@ -25,11 +25,10 @@ from safetensors.torch import load_file
 from jobs.engine.identity import fixed_values
 from jobs.scoring.features import check_room, units_of
 from jobs.tasks.dual_encoder.config import ClipConfig
-from jobs.tasks.dual_encoder.data import pair_source
-from jobs.tasks.dual_encoder.features import find_embeddings, refer_to_towers
+from jobs.tasks.dual_encoder.data import find_embeddings, pair_source, refer_to_towers
 from jobs.tasks.dual_encoder.plan import make_plan
-from jobs.tasks.dual_encoder.scores import score
 from jobs.tasks.dual_encoder.task import ClipTask
+from jobs.tasks.dual_encoder.validation import score
 from pipelines import features as features_module
 from pipelines.features import EmbeddingSource, PairEmbeddings
 from pipelines.images.manifest import ImageManifest

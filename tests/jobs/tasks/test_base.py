@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 
 from jobs.engine.config import OptimizerSection, RunSection, TrainingConfig
 from jobs.engine.fields import PATH
-from jobs.tasks.base import BaseTask, resolve_paths
-from jobs.tasks.language_model.training_text import (
+from jobs.tasks.base import GIB, BaseTask, cache_bytes, resolve_paths
+from jobs.tasks.language_model.data import (
     TRAINING_TEXT_FILE,
     read_training_text,
     warn_of_known_text,
     write_training_text,
 )
-from jobs.tasks.node_cache import GIB, cache_bytes
 from pipelines.archives import list_archives
 from pipelines.plan import StreamPlan
 from pipelines.stream import Batch

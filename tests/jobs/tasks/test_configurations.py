@@ -25,10 +25,9 @@ from jobs.engine.temperature import check_sizes
 from jobs.studies.cross_validation import make_cross_validation
 from jobs.studies.sweeps import presets as sweep_presets
 from jobs.tasks.classifier.data import read_data
-from jobs.tasks.dual_encoder.data import preparation
-from jobs.tasks.dual_encoder.models import build_encoder
+from jobs.tasks.dual_encoder.data import build_encoder, preparation
 from jobs.tasks.dual_encoder.plan import make_plan as make_pair_plan
-from jobs.tasks.language_model.models import build_tempnet, loss_config
+from jobs.tasks.language_model.models import build_tempnet
 from jobs.tasks.language_model.plan import make_plan as make_text_plan
 from jobs.tasks.presets import classifiers, clip, language_models, sentences
 from jobs.tasks.sentence_encoder.plan import make_plan as make_sentence_plan
@@ -421,7 +420,7 @@ def test_the_largest_preset_says_what_it_needs(tmp_path: Path, capsys: pytest.Ca
 
 def test_broken_lines_are_counted_if_they_are_few() -> None:
     work = make_cross_validation(parse(f"{CLASSIFIER} --data.max-bad-share 0.1 --data.file broken.tsv"))
-    assert work.examples[0].problems == {"missing_field": 2}
+    assert work.examples[0].data.problems == {"missing_field": 2}
     # A line whose label is none of the classes is left out, too.
     config = parse(f"{CLASSIFIER} --data.classes good bad --data.max-bad-share 0.1 --data.file single.tsv")
     task, examples = read_data(config.data, "")
@@ -454,8 +453,8 @@ def test_the_proper_score_needs_no_rho() -> None:
         parse(f"train_lm frozen-small --model.path x --temperature.loss {loss}") for loss in ("proper", "dro")
     )
     assert (config.temperature.needs_calibration, other.temperature.needs_calibration) == (False, True)
-    assert loss_config(config, 100).rho == 0.0
-    assert 0.5 < build_tempnet(config, 100, 0.0, state_size=8)(torch.zeros(1, 100)).item() < 1.5
+    assert config.temperature.loss_config(100).rho == 0.0
+    assert 0.5 < build_tempnet(config, 100, 0.0, 8)(torch.zeros(1, 100)).item() < 1.5
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ import torch
 from clip_training_support import NUM_PAIRS, tiny_clip_config, write_smooth_tower, write_tiny_images
 from torch import Tensor
 
-from jobs.tasks.base import resolve_paths
+from jobs.tasks.base import DataReference, create_task, resolve_paths
 from jobs.tasks.dual_encoder.config import ClipConfig
-from jobs.tasks.dual_encoder.create import DataReference, create_task
 from jobs.tasks.dual_encoder.data import prepare_split
 from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig
 from tempnet.contrastive.state import SampleState
@@ -108,8 +107,8 @@ def walks(tmp_path_factory: pytest.TempPathFactory, alone: Call, together: Call)
         for loss in LOSS_KINDS:
             config = resolve_paths(configuration(loss, images, size))
             given = given_tau if loss == "sogclr_given" else None
-            data = DataReference(train=train, validation=validation, given_tau=given, towers=None, embeddings=None)
-            tasks[loss] = partial(create_task, config, data)
+            data = DataReference(train=train, validation=validation, given_tau=given)
+            tasks[loss] = partial(create_task, "jobs.tasks.dual_encoder.task:ClipTask", config, data)
         (alone if size == 1 else together)(walk, tasks, directory / str(size))
     return {size: directory / str(size) for size in WORLD_SIZES}
 

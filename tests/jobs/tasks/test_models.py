@@ -12,14 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from jobs.engine.checkpoint import SafeCheckpointEngine, frozen_names
 from jobs.engine.config import RunSection, WorkersSection
 from jobs.engine.identity import with_fields
-from jobs.tasks.dual_encoder.export import export_encoder
-from jobs.tasks.language_model.base import refer_to_base
+from jobs.tasks.dual_encoder.task import export_encoder
 from jobs.tasks.language_model.config import DataSection, LanguageModelConfig, ModelSection, TemperatureSection
-from jobs.tasks.language_model.export import export_model
+from jobs.tasks.language_model.data import refer_to_base
 from jobs.tasks.language_model.models import base_shapes, build_model
-from pipelines.storage import write_json
+from jobs.tasks.language_model.task import export_model
 from pipelines.text.tokenization import load_tokenizer, train_bpe
-from tempnet.base_model import BASE_FILE, read_reference
+from tempnet.base_model import read_reference
 from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.contrastive.losses import ContrastiveLoss
 from tempnet.loading import load_causal_lm
@@ -132,21 +131,6 @@ def test_the_export_of_a_frozen_base_holds_the_tempnet_and_names_the_base(
     again = with_fields(config, {"model.path": str(export), "run.name": "again"})
     assert refer_to_base(again) == read_reference(export)
     build_model(again, load_tokenizer(again.tokenizer))
-
-
-def test_a_run_does_not_continue_on_another_base(
-    config: LanguageModelConfig, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    save_model(tmp_path / "model", tokenizer)
-    reference = refer_to_base(config)
-    (tmp_path / "own").mkdir()
-    write_json(str(tmp_path / "own" / BASE_FILE), {"path": reference.path, "digest": reference.digest})
-    assert refer_to_base(config) == reference
-    save_model(tmp_path / "model", tokenizer, seed=1)
-    with pytest.raises(
-        ValueError, match=r"model\.path = .*run\.name = 'own' cannot continue: the base model .* digest"
-    ):
-        refer_to_base(config)
 
 
 def test_a_checkpoint_leaves_out_a_frozen_weight_under_all_of_its_names(

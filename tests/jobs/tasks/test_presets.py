@@ -19,9 +19,8 @@ from jobs.engine.identity import configuration_hash, fixed_values, flat_fields, 
 from jobs.engine.tracking import run_tags
 from jobs.studies.reproduction.config import ReproduceConfig
 from jobs.studies.sweeps import presets as sweeps
-from jobs.tasks.language_model.models import resolve_rho
 from jobs.tasks.presets import classifiers, clip, language_models, sentences
-from jobs.tasks.sentence_encoder.models import build_encoder
+from jobs.tasks.sentence_encoder.data import build_encoder
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.contrastive.config import LOSS_KINDS, check_negatives
 from tempnet.models.sentence_encoder import num_positions
@@ -141,7 +140,7 @@ def test_the_rho_of_a_language_model_is_feasible(name: str) -> None:
     small = name.endswith("-small")
     of_tokenizers = {"gpt2": 50_257, "EleutherAI/pythia-160m": 50_277}
     vocabulary = 2048 if small else of_tokenizers.get(config.data.tokenizer, 32_000)
-    rho = resolve_rho(config, vocabulary)
+    rho = config.temperature.resolve_rho(vocabulary)
     if name.startswith("frozen"):
         assert rho is None
         assert config.temperature.needs_calibration

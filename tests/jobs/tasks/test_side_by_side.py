@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from jobs.engine.config import OptimizerSection, RunSection, WorkersSection
 from jobs.engine.deepspeed_engine import make_optimizer
-from jobs.tasks.language_model.base import refer_to_base
+from jobs.tasks.base import DataReference, can_share_base
 from jobs.tasks.language_model.config import (
     BlockValidationSection,
     DataSection,
@@ -23,10 +22,10 @@ from jobs.tasks.language_model.config import (
     ModelSection,
     TemperatureSection,
 )
+from jobs.tasks.language_model.data import refer_to_base
 from jobs.tasks.language_model.models import build_model
-from jobs.tasks.language_model.side_by_side import SideBySideTask
+from jobs.tasks.language_model.task import SideBySideTask
 from jobs.tasks.language_model.validation import ValidationPart, to_tensors, validate
-from jobs.tasks.side_by_side import can_share_base
 from pipelines.stream import Batch
 from pipelines.text.manifest import ArchiveEntry, Manifest, ShardEntry
 from pipelines.text.packing import IGNORE_INDEX, PackingConfig
@@ -95,7 +94,8 @@ def make_task(configs: list[LanguageModelConfig], monkeypatch: pytest.MonkeyPatc
         ValidationPart, "read", lambda *_, **__: ValidationPart(arrays=make_batch(100), num_blocks=BATCH)
     )
     names = [config.run.name for config in configs]
-    task = SideBySideTask(configs[0], text, text, refer_to_base(configs[0]), None, 0, 1, names=names, configs=configs)
+    data = DataReference(train=text, validation=text, base=refer_to_base(configs[0]))
+    task = SideBySideTask(configs[0], data, 0, 1, names=names, configs=configs)
     task.build(is_fresh=True)
     return task
 
@@ -122,16 +122,6 @@ def train_alone(config: LanguageModelConfig) -> tuple[Any, list[float]]:
         scheduler.step()
         losses.append(loss.item())
     return module, losses
-
-
-class ModuleAsEngine(SimpleNamespace):
-    """Stands for the engine of one run, which `validate` calls and asks for its device."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module=module, device=torch.device("cpu"))
-
-    def __call__(self, **arguments: Any) -> Any:
-        return self.module(**arguments)
 
 
 def test_each_run_is_as_if_it_were_alone(
@@ -161,20 +151,23 @@ def test_each_run_is_as_if_it_were_alone(
         module.eval()
         with torch.no_grad():
             ours, details = task.validate_member(number, with_details=True)
-            stand_in: Any = ModuleAsEngine(module)
-            theirs, of_theirs = validate(
-                stand_in,
+            (tally,) = validate(
+                lambda num_profile_nodes, module=module, **batch: [
+                    module(**batch, num_profile_nodes=num_profile_nodes[0])
+                ],
                 ValidationPart(arrays=make_batch(100), num_blocks=BATCH),
-                loss_config=module.loss_config,
+                [module.loss_config],
                 vocab_size=module.vocab_size,
                 micro_batch_size=2,
                 num_oracle_tokens=config.validation.num_oracle_tokens,
                 with_details=True,
+                device=torch.device("cpu"),
             )
+            theirs, of_theirs = tally.scores()
         assert ours == pytest.approx(theirs, rel=1e-4, nan_ok=True)
         assert details is not None
         assert of_theirs is not None
-        assert details["rivals"] == pytest.approx(of_theirs.rivals, rel=1e-4, abs=1e-6)
+        assert details["rivals"] == pytest.approx(of_theirs["rivals"], rel=1e-4, abs=1e-6)
         task.export_member(number)
         engine.train()
         exported = load_tempnet(config.run.export_directory).state_dict()

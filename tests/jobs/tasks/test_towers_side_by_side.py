@@ -20,11 +20,10 @@ from frozen_towers_support import (
 )
 
 from jobs.engine.checkpoint import SafeCheckpointEngine
+from jobs.tasks.base import can_share_base
 from jobs.tasks.dual_encoder.config import ClipConfig
-from jobs.tasks.dual_encoder.scores import score
-from jobs.tasks.dual_encoder.side_by_side import SideBySideTask
-from jobs.tasks.dual_encoder.task import ClipTask
-from jobs.tasks.side_by_side import can_share_base
+from jobs.tasks.dual_encoder.task import ClipTask, SideBySideTask
+from jobs.tasks.dual_encoder.validation import score
 from tempnet.models.dual_encoder import load_pair_tempnets
 
 CPU = torch.device("cpu")
@@ -125,16 +124,3 @@ def test_each_run_is_as_if_it_were_alone(configs: list[ClipConfig], with_feature
         exported = load_pair_tempnets(config.run.export_directory)[1].state_dict()
         assert module.loss.text_tempnet is not None
         assert all(torch.equal(exported[name], value) for name, value in module.loss.text_tempnet.state_dict().items())
-
-
-def test_runs_with_other_data_or_batches_do_not_share_towers(configs: list[ClipConfig]) -> None:
-    first = configs[0]
-    for other in (
-        replace(first, run=replace(first.run, seed=1)),
-        replace(first, optimizer=replace(first.optimizer, batch_size=4)),
-        replace(first, data=replace(first.data, view="random")),
-        replace(first, data=replace(first.data, caption_noise=0.0)),
-        replace(first, model=replace(first.model, freeze=False)),
-        from_features(first),
-    ):
-        assert not can_share_base([first, other])

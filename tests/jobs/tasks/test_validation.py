@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,8 @@ import torch.nn.functional as F
 from scipy.stats import spearmanr
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from jobs.tasks.dual_encoder.scores import one_temperature
-from jobs.tasks.dual_encoder.validation import HeldOut
-from jobs.tasks.language_model.validation import ValidationDetails, ValidationPart, validate
+from jobs.tasks.dual_encoder.validation import HeldOut, one_temperature
+from jobs.tasks.language_model.validation import ValidationPart, validate
 from jobs.tasks.sentence_encoder.task import SpanStatistics
 from pipelines.text.packing import IGNORE_INDEX
 from tempnet import TempNet, TempNetConfig
@@ -54,21 +52,18 @@ def blocks() -> dict[str, np.ndarray]:
 @torch.no_grad()
 def validated(
     arrays: dict[str, np.ndarray], micro_batch_size: int, *, num_oracle_tokens: int = 8, with_details: bool = False
-) -> tuple[dict[str, float], ValidationDetails | None]:
+) -> tuple[dict[str, float], dict[str, Any] | None]:
     module = make_module()
 
-    class Engine(SimpleNamespace):
-        device = torch.device("cpu")
-
-        def __call__(self, **batch: Any) -> Any:
-            return module(**batch)
+    def forward(*, num_profile_nodes: list[int], **batch: Any) -> Any:
+        return [module(**batch, num_profile_nodes=num_profile_nodes[0])]
 
     part = ValidationPart(arrays=arrays, num_blocks=NUM_BLOCKS)
-    engine: Any = Engine()
-    return validate(
-        engine, part, loss_config=LOSS, vocab_size=VOCABULARY, micro_batch_size=micro_batch_size,
-        num_oracle_tokens=num_oracle_tokens, with_details=with_details,
+    (tally,) = validate(
+        forward, part, [LOSS], vocab_size=VOCABULARY, micro_batch_size=micro_batch_size,
+        num_oracle_tokens=num_oracle_tokens, with_details=with_details, device=torch.device("cpu"),
     )  # fmt: skip
+    return tally.scores()
 
 
 @torch.no_grad()
@@ -96,8 +91,8 @@ def test_rivals_and_regret_are_those_of_all_tokens_by_document(micro_batch_size:
     arrays = blocks()
     scores, details = validated(arrays, micro_batch_size, num_oracle_tokens=5, with_details=True)
     assert details is not None
-    assert details.judged_by == "robust"
-    found, is_valid = details.rivals, arrays["targets"] != IGNORE_INDEX
+    assert details["judged_by"] == "robust"
+    found, is_valid = details["rivals"], arrays["targets"] != IGNORE_INDEX
     logits, targets, tau = predictions(arrays)
     documents = torch.from_numpy(arrays["documents"][is_valid])
     assert (found["num_tokens"], found["num_documents"]) == (is_valid.sum(), len(documents.unique()))
