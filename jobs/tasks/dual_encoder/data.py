@@ -20,9 +20,8 @@ from pipelines.text.tokenization import load_tokenizer, tokenizer_digest
 from tempnet.base_model import BaseReference
 from tempnet.contrastive.losses import ContrastiveLoss
 from tempnet.contrastive.state import SampleState, World
-from tempnet.models.dual_encoder import DualEncoder, encoder_digest, read_sizes
+from tempnet.models.dual_encoder import DualEncoder, TemperatureDualEncoder, encoder_digest, read_sizes
 from tempnet.models.dual_encoder_config import DualEncoderConfig
-from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
 from tempnet.models.towers import load_tower, random_tower
 from tempnet.network import TempNet
 

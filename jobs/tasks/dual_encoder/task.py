@@ -38,9 +38,9 @@ from tempnet.models.dual_encoder import (
     IMAGE_TEMPNET_DIRECTORY,
     TEXT_TEMPNET_DIRECTORY,
     DualEncoder,
+    TemperatureDualEncoder,
     save_training_temperature,
 )
-from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
 
 _FIELDS = ("images", "input_ids", "attention_mask", "image_embeddings", "text_embeddings", "ids", "image_ids")
 

@@ -25,8 +25,7 @@ from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.contrastive.losses import ContrastiveLoss, held_out_losses
 from tempnet.contrastive.retrieval import cross_entropy, recall
 from tempnet.contrastive.state import World
-from tempnet.models.dual_encoder import DualEncoder
-from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
+from tempnet.models.dual_encoder import DualEncoder, TemperatureDualEncoder
 from tempnet.statistics import histogram_of
 
 # Number of pairs on which predicted temperatures are compared with constants; the cost is quadratic in this number.

@@ -22,8 +22,7 @@ from pipelines.text.packing import DocumentConfig
 from pipelines.text.tokenization import SpecialTokens, load_tokenizer
 from tempnet.contrastive.state import SampleState, World
 from tempnet.contrastive.unimodal import UnimodalLoss
-from tempnet.models.sentence_encoder import num_positions
-from tempnet.models.temperature_sentence_encoder import TemperatureSentenceEncoder
+from tempnet.models.sentence_encoder import TemperatureSentenceEncoder, num_positions
 from tempnet.network import TempNet
 
 MIN_POSITIONS = 128

@@ -27,7 +27,7 @@ from tempnet.contrastive.config import ContrastiveLossConfig, gamma_at
 from tempnet.contrastive.losses import PairStatistics, held_out_losses
 from tempnet.contrastive.retrieval import recall
 from tempnet.contrastive.state import SampleState
-from tempnet.models.temperature_sentence_encoder import IGNORE_INDEX, SpanOutput, TemperatureSentenceEncoder
+from tempnet.models.sentence_encoder import IGNORE_INDEX, SpanOutput, TemperatureSentenceEncoder
 from tempnet.network import PAIRED_DIRECTORY
 from tempnet.statistics import histogram_of
 

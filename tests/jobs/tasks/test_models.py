@@ -22,8 +22,7 @@ from tempnet.base_model import read_reference
 from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.contrastive.losses import ContrastiveLoss
 from tempnet.loading import load_causal_lm
-from tempnet.models.dual_encoder import DualEncoder, load_training_temperature
-from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
+from tempnet.models.dual_encoder import DualEncoder, TemperatureDualEncoder, load_training_temperature
 
 WORDS = "a user brings a model of their own and asks which temperature suits every token of it"
 

@@ -21,7 +21,7 @@ from tempnet.contrastive.losses import ContrastiveOutput
 from tempnet.dro import robust_loss
 from tempnet.intervals import mean_interval
 from tempnet.models.causal_lm import TemperatureCausalLM
-from tempnet.models.temperature_sentence_encoder import SpanOutput
+from tempnet.models.sentence_encoder import SpanOutput
 from tempnet.oracle import optimal_temperature
 from tempnet.softmax.config import TemperatureLossConfig
 

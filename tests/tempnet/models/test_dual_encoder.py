@@ -26,12 +26,12 @@ from tempnet.models.dual_encoder import (
     TEXT_TEMPNET_DIRECTORY,
     DualEncoder,
     DualEncoderConfig,
+    TemperatureDualEncoder,
     load_pair_tempnets,
     load_training_temperature,
     save_training_temperature,
 )
 from tempnet.models.image_text_encoder import ImageTextEncoder
-from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
 from tests.tempnet.models.tiny_towers import (
     IMAGE_SIZE,
     NUM_PAIRS,

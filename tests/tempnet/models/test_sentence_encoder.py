@@ -16,8 +16,7 @@ from tempnet import TempNet, TempNetConfig
 from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.contrastive.state import SampleState
 from tempnet.contrastive.unimodal import UnimodalLoss
-from tempnet.models.sentence_encoder import SentenceEncoder, mean_pooling
-from tempnet.models.temperature_sentence_encoder import IGNORE_INDEX, TemperatureSentenceEncoder
+from tempnet.models.sentence_encoder import IGNORE_INDEX, SentenceEncoder, TemperatureSentenceEncoder, mean_pooling
 from tempnet.models.towers import random_tower
 from tests.tempnet.models.tiny_towers import SIZES, tiny_tokenizer
 

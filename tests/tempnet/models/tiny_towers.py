@@ -13,8 +13,7 @@ from tempnet import TempNet, TempNetConfig
 from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig
 from tempnet.contrastive.losses import ContrastiveLoss
 from tempnet.contrastive.state import SampleState, World
-from tempnet.models.dual_encoder import DualEncoder, DualEncoderConfig
-from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
+from tempnet.models.dual_encoder import DualEncoder, DualEncoderConfig, TemperatureDualEncoder
 from tempnet.models.towers import random_tower
 
 IMAGE_SIZE, NUM_TOKENS, VOCABULARY, NUM_PAIRS = 16, 7, 40, 6
