@@ -16,6 +16,9 @@ from pipelines.store_errors import RefusedWriteError, explain_write
 # What stays so however often it is tried: no room is left, or the storage has become read-only or unreachable.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_STORAGE = {errno.EROFS, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN}
+_FROM_THE_LAST = "the same command then goes on from the last checkpoint"
+# What says so only of a file that is written.
+_GONE = {errno.ENOTDIR, errno.ENODEV}
 
 
 class FatalTrainingError(RuntimeError):
@@ -38,7 +41,7 @@ def naming_full_disk(path: Path | str) -> Iterator[None]:
     except DiskFullError:
         raise
     except Exception as error:
-        if number := _no_room_number(error):
+        if number := _no_room_number(error) or (isinstance(error, OSError) and error.errno in _GONE and error.errno):
             raise DiskFullError(number, os.strerror(number), str(path)) from error
         raise
 
@@ -46,8 +49,8 @@ def naming_full_disk(path: Path | str) -> Iterator[None]:
 def _no_room_number(error: BaseException | None) -> int:
     """Return the operating system's error number if an error was caused by a full or lost disk, else 0."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in _NO_ROOM | _NO_STORAGE:
-            return error.errno
+        if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in _NO_ROOM | _NO_STORAGE):
+            return error.errno or 0
         for number in _NO_ROOM | _NO_STORAGE:
             if f"(os error {number})" in str(error):  # format of safetensors, which is written in Rust
                 return number
@@ -74,7 +77,7 @@ def explain_storage(failures: Iterable[BaseException], directory: str) -> str:
     for failure in failures:
         if number := _no_room_number(failure):
             reason = f"{os.strerror(number)}: {getattr(failure, 'filename', None) or directory}"
-            remedy = "see that it can be written again" if number in _NO_STORAGE else "make room there"
+            remedy = "make room there" if number in _NO_ROOM else "see that it can be written again"
         else:
             cause: BaseException | None = failure
             while cause is not None and not isinstance(cause, RefusedWriteError):
@@ -82,7 +85,8 @@ def explain_storage(failures: Iterable[BaseException], directory: str) -> str:
             if cause is None:
                 continue
             reason, remedy = str(cause), "see to that"
-        return f"{reason}. To continue, {remedy}: {describe_continuation(directory)}"
+        is_there = not number or number in _NO_ROOM | {errno.EROFS}
+        return f"{reason}. To continue, {remedy}: {describe_continuation(directory) if is_there else _FROM_THE_LAST}"
     return ""
 
 
@@ -92,4 +96,4 @@ def describe_continuation(directory: str) -> str:
         if not (step := find_resumption(directory, {}).step):
             return "the same command then begins again at step 0"
         return f"the same command then goes on from the checkpoint of step {step}, which is whole"
-    return "the same command then goes on from the last checkpoint"
+    return _FROM_THE_LAST

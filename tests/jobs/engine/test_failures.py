@@ -156,15 +156,19 @@ def failed(*errors: Exception) -> list[TrainingFailedError]:
     return [*(group_error(_0=RuntimeError("peer"), _1=error) for error in errors), *map(ControllerError, errors)]
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ESTALE])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ESTALE, errno.ENOTDIR])
 def test_a_full_disk_is_no_reason_to_start_again(
     tmp_path: Path, number: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    full = DiskFullError(number, os.strerror(number), "/runs/a/checkpoint-00000005")
+    with pytest.raises(DiskFullError) as caught, naming_full_disk("/runs/a/checkpoint-00000005"):
+        raise OSError(number, "as pyarrow says it")
+    full = caught.value
     for error in (group_error(_0=RuntimeError("peer"), _1=full), ControllerError(full)):
         assert policy(tmp_path).make_decision(error) == FailureDecision.RAISE
         message = explain_end(error, str(tmp_path), max_wait_minutes=1.0)
-        remedy = "see that it can be written" if number in (errno.EROFS, errno.ESTALE) else "make room there"
+        remedy = (
+            "see that it can be written" if number in (errno.EROFS, errno.ESTALE, errno.ENOTDIR) else "make room there"
+        )
         assert message.startswith(f"{os.strerror(number)}: /runs/a/checkpoint-00000005. To continue, {remedy}")
     assert capsys.readouterr().out == ""
     other = group_error(_1=OSError(errno.EIO, "I/O error"))
