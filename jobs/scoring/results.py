@@ -104,13 +104,8 @@ def publish(
 ) -> None:
     """Write the files of results into a directory, and log them to MLflow, whose failure is only a warning.
 
-    Args:
-        directory: path or URI; files of the same names are replaced.
-        write: writes the files into a local directory.
-        uri: MLflow tracking URI; empty: nothing is logged.
-        experiment: name of the experiment.
-        run: the run that has the files.
-        children: runs below it, without files.
+    `write` is called with a local directory, whose files replace those of the same names. Without a tracking URI nothing is
+    logged. The run has the files; `children` are runs below it.
     """
 
     def start(one: ResultRun, tags: dict[str, str]) -> TrackedRun:
@@ -154,16 +149,8 @@ def publish_evaluation(
 ) -> Results:
     """Publish `results.md` and `results.json` of an evaluation, with a run in MLflow for every column.
 
-    Args:
-        config: the configuration of the evaluation; it is stored with the results.
-        uri: MLflow tracking URI; empty: nothing is logged.
-        columns: the figures.
-        render: makes the table of the columns.
-        identity: strings that together decide the figures, such as the keys of all units of work.
-        failed: title → reason for every unit that failed, so that figures are missing from the table.
-
-    Raises:
-        ScoringFailedError: if units failed; it holds the table.
+    `identity` are strings that together decide the figures, such as the keys of all units of work. If units failed
+    (title → reason), a ScoringFailedError with the table is raised at the end.
     """
     table = render(columns)
     results = {
@@ -216,26 +203,22 @@ def publish_evaluation(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """The figures of an analysis, and how they are shown."""
+    """The figures of an analysis in the form of JSON, and how they are shown."""
 
     title: str
-    """Name of the analysis, for the picture and MLflow."""
     values: Mapping[str, Any]
-    """All figures, in the form of JSON."""
     table: str
     """The figures as a Markdown table."""
     conclusion: str
     """One line that says what they mean."""
     picture: str
-    """Name of the file of the picture."""
+    """Name of the file that `plot` draws."""
     plot: Callable[[Path], None]
-    """Draws the picture into a file."""
     metrics: Mapping[str, float]
-    """Metrics of the run in MLflow."""
     settings: dict[str, Any]
     """What the figures depend on; together with the place of the results it identifies the run in MLflow."""
     source: str
-    """Path or URI of the data, as MLflow shows it."""
+    """Path or URI of the data."""
 
 
 def publish_findings(config: Analysis, findings: Findings, *, uri: str) -> None:

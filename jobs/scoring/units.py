@@ -98,12 +98,7 @@ class UnitStore:
         return read_json(f"{self.directory}/{name}")
 
     def claim(self, settings: Mapping[str, Any]) -> None:
-        """Create the directory and write the settings to it, or check that it was begun with the same settings.
-
-        Raises:
-            OSError: if the directory cannot be written.
-            ValueError: naming the settings that differ.
-        """
+        """Create the directory and write the settings to it, or check that it was begun with the same ones (ValueError)."""
         create_directory(self.directory)
         known = self.read_json(SETTINGS_FILE)
         if known is None:
@@ -234,20 +229,13 @@ def check_pool(pool: PoolSection, *, reads: bool) -> None:
 class _Row:
     """An item on its way, or the end of a unit that was read; a row of the data set."""
 
-    unit: int
-    """Place of the unit."""
-    item: Any = None
-    """What the model is called with; None at the end of a unit."""
-    num_items: int | None = None
-    """Number of items of the unit, where it is known."""
-    finished: Finished | None = None
-    """What the model made of the item, with the names of the files only, which are stored."""
-    seconds: float = 0.0
-    """Time that the model took."""
-    error: str = ""
-    """Reason of a failure in one line; empty if there was none."""
-    num_retries: int = 0
-    """Requests to object stores that were repeated since the row before."""
+    unit: int  # place of the unit
+    item: Any = None  # what the model is called with; None at the end of a unit
+    num_items: int | None = None  # number of items of the unit, where it is known
+    finished: Finished | None = None  # what the model made of the item, with the names of the files only
+    seconds: float = 0.0  # that the model took
+    error: str = ""  # reason of a failure in one line
+    num_retries: int = 0  # requests to object stores that were repeated since the row before
 
     def in_batch(self) -> dict[str, np.ndarray]:
         """Return a batch of this row."""
@@ -264,10 +252,8 @@ class _Progress(Generic[Unit]):
         self._num_returned = Counter[int]()
         self._failed: set[int] = set()
         self._files: dict[int, set[str]] = {}  # that the workers have written of every unit
-        self.num_done = 0
-        """Number of units of which every item is back."""
-        self.num_in_a_row = 0
-        """Number of failures since the last success."""
+        self.num_done = 0  # units of which every item is back
+        self.num_in_a_row = 0  # failures since the last success
 
     def add(self, row: _Row) -> None:
         """Add a row that has passed the pool."""

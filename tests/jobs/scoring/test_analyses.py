@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from scipy.stats import t as student
 from jobs.engine.config import TrackingSection
 from jobs.scoring.analyses import pairs as noise
 from jobs.scoring.analyses.config import Openness, Phase, Subjectivity
-from jobs.scoring.analyses.curves import Curves, analyse_openness, average
+from jobs.scoring.analyses.curves import analyse_openness
 from jobs.scoring.analyses.pairs import analyse_phase
 from jobs.scoring.analyses.texts import (
     Records,
@@ -147,19 +146,6 @@ def scores(spearman: float, tau: float) -> dict[str, float]:
     return {"tau_entropy_spearman": spearman, "tau_mean": tau, "cross_entropy": 5.0}
 
 
-def test_curves_hold_the_figures_at_every_value_in_order(tmp_path: Path) -> None:
-    samples = {0.5: [{"a": 1.0, "b": 4.0}, {"a": 3.0, "b": 4.0}], 2.0: [{"a": 5.0, "b": 1.0}]}
-    points = {x: average(of_x, {"a": "first", "b": "second"}) for x, of_x in samples.items()}
-    curves = Curves(quantity="ρ", points=points)
-    assert curves.of("first") == [mean_interval([1.0, 3.0]), pytest.approx((5.0, math.nan), nan_ok=True)]
-    assert curves.of("second") == [(4.0, 0.0), pytest.approx((1.0, math.nan), nan_ok=True)]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in curves.table().splitlines()]
-    assert rows[-2:] == [["0.5", "2 ± 13", "4 ± 0"], ["2", "5", "1"]]
-    assert curves.values()["points"][1]["second"] == {"mean": 1.0, "half_width": None}
-    curves.plot("title", tmp_path / "curve.png", is_logarithmic=True)
-    assert (tmp_path / "curve.png").stat().st_size > 1000
-
-
 def test_openness_along_the_training_of_several_seeds(
     tmp_path: Path, tracking_uri: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,7 +183,7 @@ def test_runs_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "output").exists()
 
 
-def test_noisy_pairs_are_those_of_the_noise_and_of_the_median(tmp_path: Path) -> None:
+def test_noisy_pairs_are_those_of_the_noise_and_of_the_median() -> None:
     captions = CaptionNoise(share=0.3, seed=5)
     ids, numbers = np.arange(1000, 1400), np.random.default_rng(0).permutation(400).astype(float)
     numbers[7] = np.nan
@@ -206,9 +192,6 @@ def test_noisy_pairs_are_those_of_the_noise_and_of_the_median(tmp_path: Path) ->
     assert groups["noisy"].tolist() == noisy
     assert groups["clean"].tolist() == [not of_pair for of_pair in noisy]
     assert groups["noisy and frequent"].tolist() == list(np.array(noisy) & (numbers > np.nanmedian(numbers)))
-    tau = {name: np.random.default_rng(1).normal(1.0, 0.1, 400) for name in ("images", "captions")}
-    noise.plot(groups, tau, tmp_path / "noise.png")
-    assert (tmp_path / "noise.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="every group needs 2 pairs; of 3 pairs are noisy 0, noisy and frequent 0"):
         noise.group_pairs(np.arange(3), np.arange(3.0), CaptionNoise(share=1e-9))
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from clip_support import CLASSES, SIDE, make_clip, make_dual_encoder, make_image, png, write_tar
+from clip_support import CLASSES, SIDE, make_dual_encoder, make_image, png, write_tar
 
 from jobs.scoring.dual_encoders.config import EvaluateClipConfig
 from jobs.scoring.dual_encoders.embeddings import Embeddings, ImageSet, encoding_units, read_images
-from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, Encoder
-from jobs.scoring.dual_encoders.evaluate import clip_table, retrieval_sources, zero_shot_set
+from jobs.scoring.dual_encoders.encoder import DualEncoderSpec
+from jobs.scoring.dual_encoders.evaluate import retrieval_sources, zero_shot_set
 from jobs.scoring.dual_encoders.zero_shot import ClassFolders, prompts, read_class_names, read_templates
-from jobs.scoring.results import Column
 from pipelines.images.captions import CaptionFile
 from pipelines.problems import TooManyProblemsError
 
@@ -27,19 +24,6 @@ from pipelines.problems import TooManyProblemsError
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_dual_encoder(tmp_path_factory.mktemp("model") / "export")
-
-
-@pytest.mark.parametrize("make", [make_dual_encoder, make_clip])
-def test_batches_change_nothing(make: Any, tmp_path: Path) -> None:
-    spec = DualEncoderSpec.read("m", make(tmp_path / "model"))
-    texts = ["a photo of a cat.", "dog", "a big red photo of the small green truck", "tree", "a", "house " * 60]
-    images = np.stack([make_image(np.random.default_rng(seed)) for seed in range(5)])
-    one, three = (Encoder(spec, precision="fp32", batch_size=size) for size in (1, 3))
-    for few, many in ((one.texts(texts), three.texts(texts)), (one.images(images), three.images(images))):
-        np.testing.assert_allclose(few, many, atol=2e-6)
-        np.testing.assert_allclose(np.linalg.norm(few, axis=1), 1.0, atol=1e-6)
-        assert np.abs(few[0] - few[1]).max() > 1e-3
-    assert one.images(images[:0]).shape == (0, 12)
 
 
 def test_units_are_found_again_where_nothing_has_changed(model: str, tmp_path: Path) -> None:
@@ -66,19 +50,6 @@ def test_units_are_found_again_where_nothing_has_changed(model: str, tmp_path: P
         (tmp_path / "copy" / "text_encoder" / "tokenizer.json").read_text() + " "
     )
     assert not set(keys(str(tmp_path / "copy"))) & set(first)
-
-
-def test_the_table_puts_models_side_by_side(model: str) -> None:
-    spec = DualEncoderSpec.read("ours", model)
-    metrics = {"d/text_recall@1": 0.12345, "d/mean_recall": 1.0, "d/num_images": 1000, "d/top@5": 0.5}
-    assert clip_table([dataclasses.replace(Column.of_model(spec), metrics=metrics)]) == (
-        "| %                  |   ours |\n"
-        "| :----------------- | -----: |\n"
-        "| d image → text R@1 |  12.35 |\n"
-        "| d mean recall      | 100.00 |\n"
-        "| d images           |  1,000 |\n"
-        "| d top-5            |  50.00 |"
-    )
 
 
 def test_a_retrieval_set_takes_several_splits_or_all(tmp_path: Path) -> None:

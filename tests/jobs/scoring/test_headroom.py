@@ -17,10 +17,9 @@ from transformers import AutoModelForCausalLM
 from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.headroom.job import run_test
 from jobs.scoring.headroom.report import figures, table, verdict
-from jobs.scoring.headroom.tables import count_documents, measured_table, read_measured
 from jobs.scoring.headroom.texts import Measurer, TextMeasurement, resolve_settings, token_question
 from jobs.scoring.text_parts import read_parts
-from jobs.scoring.units import UnitStore, to_parquet
+from jobs.scoring.units import UnitStore
 from jobs.tasks.language_model.config import EndOfDocument
 from jobs.tasks.language_model.validation import ValidationPart, validate
 from pipelines.text.packing import IGNORE_INDEX
@@ -79,21 +78,6 @@ def test_tokens_are_measured_as_the_model_predicts_them_in_any_batch(model: Path
     torch.testing.assert_close(alone.profiles.values, tokens.profiles.values, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(alone.profiles.target, tokens.profiles.target, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(alone.hidden, tokens.hidden, atol=1e-4, rtol=1e-4)
-
-
-def test_tables_give_back_the_tokens_and_number_the_documents(model: Path, text: Path, tmp_path: Path) -> None:
-    tokens = measurer(model, text).measure(documents())
-    places = np.repeat(np.arange(6), [len(ids) for ids in documents()])
-    for file in ("part-0.parquet", "part-1.parquet"):
-        UnitStore(str(tmp_path)).write({file: to_parquet(measured_table(tokens, places, num_documents=6))})
-    files = ["part-0.parquet", "part-1.parquet"]
-    (first, numbers), (_, later) = read_measured(str(tmp_path), files)
-    assert count_documents(str(tmp_path), files) == 12
-    assert numbers.tolist() == places.tolist()
-    assert later.tolist() == (places + 6).tolist()
-    torch.testing.assert_close(first.profiles.values.float(), tokens.profiles.values, atol=0.0, rtol=0.0)
-    torch.testing.assert_close(first.margin.float(), tokens.margin, atol=0.0, rtol=0.0)
-    torch.testing.assert_close(first.hidden.float(), tokens.hidden, atol=2e-3, rtol=2e-3)
 
 
 def test_the_verdict_says_what_the_interval_says() -> None:

@@ -28,8 +28,6 @@ from jobs.scoring.headroom.pairs import (
     windows,
 )
 from jobs.scoring.headroom.report import Question, figures, metrics, summary, verdict
-from jobs.scoring.headroom.tables import count_documents, read_measured
-from jobs.scoring.units import UnitStore
 from tempnet.headroom.features import Tokens
 from tempnet.headroom.run import HeadroomTest, run_headroom_test
 from tempnet.intervals import Interval
@@ -223,16 +221,6 @@ def test_a_best_constant_out_of_reach_is_said() -> None:
     test = run(drawn(0.0)[0], unit_tau=20 * TAU)
     shown = verdict(test, question("the model's τ = 2", 20 * TAU), "both", least_gain=1.0)
     assert "the best constant lies at an end of what was looked at, 0.25 to 16" in shown
-
-
-def test_a_pair_belongs_to_its_image_in_tables_of_both_directions(tmp_path: Path) -> None:
-    pairs = some_pairs(23)
-    finished = WindowMeasurer(unit_tau=TAU, gallery_images=9, seed=0)(pairs)
-    UnitStore(str(tmp_path)).write(finished.files)
-    for direction in finished.files:
-        ((_, images),) = read_measured(str(tmp_path), [direction])
-        assert images.tolist() == pairs.owners.tolist()
-        assert count_documents(str(tmp_path), [direction]) == 23
 
 
 def test_what_decides_the_figures_is_recorded_and_what_does_not_is_left_out(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from jobs.scoring.temperatures.texts import (
 from jobs.scoring.text_parts import list_sources
 from jobs.scoring.units import UnitStore, part_file, to_parquet
 from pipelines.text.tokenization import load_tokenizer
-from pipelines.text.windows import batches, windows_of
+from pipelines.text.windows import windows_of
 from tempnet.inference import can_fold
 from tempnet.network import PAIRED_DIRECTORY, TempNet
 from tempnet.network_config import TempNetConfig
@@ -230,20 +230,6 @@ def test_a_document_cut_short_is_read_in_the_same_windows(size: tuple[int, int, 
     assert [(window.start, window.first) for window in cut] == [
         (window.start, window.first) for window in whole if window.first < num_kept
     ]
-
-
-@given(st.lists(st.integers(0, 100), max_size=20), st.integers(1, 7))
-def test_batches_hold_every_window_once_and_similar_lengths_together(lengths: list[int], batch_size: int) -> None:
-    windows = [
-        window
-        for number, length in enumerate(lengths)
-        for window in windows_of(number, length, context_length=16, stride=5)
-    ]
-    groups = batches(windows, batch_size)
-    assert sorted((w.document, w.start) for group in groups for w in group) == [(w.document, w.start) for w in windows]
-    assert all(len(group) == batch_size for group in groups[:-1])
-    in_order = [window.num_positions for group in groups for window in group]
-    assert in_order == sorted(in_order, reverse=True)
 
 
 def test_help_is_that_of_pairs(capsys: pytest.CaptureFixture[str]) -> None:
