@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from benchmarks.measure import print_table
 from benchmarks.miscalibrated import WORLDS
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.headroom.report import milli
+from jobs.scoring.headroom.job import milli
 from jobs.scoring.headroom.texts import Measurer, resolve_settings
 from jobs.scoring.text_parts import token_arrays, tokenise
 from pipelines.archives import list_archives

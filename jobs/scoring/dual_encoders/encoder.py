@@ -1,25 +1,35 @@
-"""Dual encoders to be scored: their description, the pairs they read, and encoding into unit embeddings, in batches.
+"""Dual encoders to be scored, the pairs that they read, and their embeddings: units → decoding → a pool → one file per unit.
+
+The name of a file is a hash of everything that decides its content. It leaves out the batch size, the workers and the
+device, which affect only the last digits.
 
 Shapes: n samples, S side of the image, d size of the embedding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import safetensors.numpy
 import torch
 
 from jobs.engine.fields import absolute_path
+from jobs.scoring.config import PoolSection
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.models import ModelSpec, model_labels
+from jobs.scoring.models import LoadedModel, ModelSpec, model_labels
 from jobs.scoring.temperatures.config import PredictPairTemperaturesConfig
+from jobs.scoring.units import Finished, UnitStore, Work, map_units
 from jobs.tasks.base import naming_field
 from pipelines.archives import resolve_source
 from pipelines.images.captions import CaptionEncoder
+from pipelines.images.pairs import PairSource
 from pipelines.images.prepare import PrepareImagesConfig, check_source
 from pipelines.local_copy import is_directory, local_copy
 from pipelines.storage import join, relative
@@ -162,3 +172,175 @@ def pairs_record(images: PrepareImagesConfig) -> dict[str, Any]:
         **({} if images.key_dot == "first" else {"key_dot": images.key_dot}),
         **sizes,
     }
+
+
+# Increase this whenever the same input would give other embeddings.
+_VERSION = 2
+NUM_IMAGES_PER_UNIT = 256
+NUM_TEXTS_PER_UNIT = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSet:
+    """Images with the numbers 0 … num_images − 1."""
+
+    num_images: int
+    digest: str
+    """Digest that differs if the images or their order differ."""
+    read: Callable[[Sequence[int], int], Iterable[np.ndarray | str]]
+    """Yields, for each number, the image at a size S as uint8 (S, S, 3), or its name and why it cannot be used."""
+
+    @classmethod
+    def of_pairs(cls, source: PairSource) -> ImageSet:
+        """Returns the images of prepared pairs. All are readable, since preparation left out the others."""
+
+        def read(numbers: Sequence[int], image_size: int) -> np.ndarray:
+            return replace(source, image_size=image_size).read_images(numbers)
+
+        return cls(num_images=source.manifest.num_images, digest=source.manifest.digest, read=read)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodingUnit:
+    """Consecutive images, or texts, of one data set, to be encoded by one model."""
+
+    model: DualEncoderSpec
+    data: str
+    """Name of the data set."""
+    modality: Literal["image", "text"]
+    start: int
+    stop: int
+    """The unit covers the images, or texts, with the numbers start … stop − 1 of the data set."""
+    texts: tuple[str, ...] = ()
+    key: str
+    """Hash of everything that decides the embeddings, as 24 hex digits."""
+
+    @property
+    def file(self) -> str:
+        """Name of the file of its embeddings."""
+        return f"{self.key}.safetensors"
+
+    @property
+    def title(self) -> str:
+        """Name of the unit in messages."""
+        return f"{self.model.label} · {self.data} · {self.modality}s {self.start}–{self.stop - 1}"
+
+
+def encoding_units(
+    model: DualEncoderSpec, precision: str, data: str, images: ImageSet, texts: Sequence[str]
+) -> tuple[list[EncodingUnit], list[EncodingUnit]]:
+    """Returns the units of a data set's images, and those of its texts."""
+
+    def key(*what: Any) -> str:
+        content = json.dumps([_VERSION, model.digest, precision, *what]).encode()
+        return hashlib.blake2b(content, digest_size=12).hexdigest()
+
+    of_images, of_texts = [], []
+    for start in range(0, images.num_images, NUM_IMAGES_PER_UNIT):
+        stop = min(start + NUM_IMAGES_PER_UNIT, images.num_images)
+        name = key(model.image_size, images.digest, start, stop)
+        of_images.append(EncodingUnit(model=model, data=data, modality="image", start=start, stop=stop, key=name))
+    for start in range(0, len(texts), NUM_TEXTS_PER_UNIT):
+        part = tuple(texts[start : start + NUM_TEXTS_PER_UNIT])
+        name, stop = key(model.num_text_tokens, *part), start + len(part)
+        of_texts.append(
+            EncodingUnit(model=model, data=data, modality="text", start=start, stop=stop, texts=part, key=name)
+        )
+    return of_images, of_texts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embeddings:
+    """The embeddings of one unit, or of several units joined."""
+
+    rows: np.ndarray
+    """(n, d) unit rows, float32."""
+    numbers: np.ndarray
+    """(n,) int64: the number of each image or text in its data set."""
+    problems: tuple[str, ...] = ()
+    """Descriptions of the images that could not be read."""
+
+
+def embedding_store(directory: str) -> UnitStore:
+    """Returns the store of the embeddings of an evaluation, given by its directory (a path or a URI)."""
+    return UnitStore(f"{directory}/embeddings")
+
+
+def read_embeddings(store: UnitStore, units: Sequence[EncodingUnit]) -> Embeddings:
+    """Read the embeddings of finished units, joined. Numbers in their files are relative to the start of the unit."""
+    parts = [safetensors.numpy.load(store.read(unit.file)) for unit in units]
+    return Embeddings(
+        rows=np.concatenate([part["rows"] for part in parts]),
+        numbers=np.concatenate([unit.start + part["numbers"] for unit, part in zip(units, parts, strict=True)]),
+        problems=tuple(problem for part in parts for problem in json.loads(part["problems"].tobytes())),
+    )
+
+
+def read_images(images: ImageSet, numbers: Sequence[int], image_size: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Returns the usable images as uint8 (n, S, S, 3), their numbers (n,), and a description of each unusable one."""
+    kept, views, problems = [], [], []
+    for number, view in zip(numbers, images.read(numbers, image_size), strict=True):
+        if isinstance(view, str):
+            problems.append(view)
+        else:
+            kept.append(number)
+            views.append(view)
+    shape = (0, image_size, image_size, 3)
+    return np.stack(views) if views else np.empty(shape, np.uint8), np.array(kept, dtype=np.int64), problems
+
+
+class _UnitEncoder:
+    """Encodes units in a worker, which holds one model at a time."""
+
+    def __init__(self, **options: Any) -> None:
+        self._encoder = LoadedModel[DualEncoderSpec, Encoder](lambda spec: Encoder(spec, **options))
+
+    def __call__(self, decoded: tuple[EncodingUnit, np.ndarray, np.ndarray, list[str]]) -> Finished:
+        """Encode a unit, given with its images (n, S, S, 3), the numbers of images or texts (n,), and the problems."""
+        unit, images, numbers, problems = decoded
+        encoder = self._encoder.get(unit.model)
+        rows = encoder.images(images) if unit.modality == "image" else encoder.texts(unit.texts)
+        if bad := int((~np.isfinite(rows)).any(-1).sum()):
+            raise ValueError(
+                f"model = {unit.model.path!r}: the embeddings of {bad} of {len(rows)} {unit.modality}s ({unit.start} to "
+                f"{unit.stop - 1}) are NaN or infinite"
+            )
+        said = np.frombuffer(json.dumps(problems).encode(), dtype=np.uint8)
+        content = safetensors.numpy.save({"rows": rows, "numbers": numbers - unit.start, "problems": said})
+        return Finished(files={unit.file: content}, num_cases=len(rows))
+
+
+def encode_missing(
+    units: Sequence[EncodingUnit],
+    sets: Mapping[str, ImageSet],
+    store: UnitStore,
+    pool: PoolSection,
+    *,
+    precision: str,
+    batch_size: int,
+) -> dict[str, str]:
+    """Encode the units that the store lacks, and return title → reason for every unit that failed.
+
+    Args:
+        units: the units; those that are in the store already, or occur twice, are not encoded again.
+        sets: the images of every data set, by name.
+        store: where the embeddings go.
+        pool: number and resources of the workers.
+        precision: precision of the encoders, fp32 or bf16.
+        batch_size: number of images, or of texts, per forward pass.
+    """
+    by_key = {unit.key: unit for unit in units}  # two data sets may have the same texts
+    finished = store.names()
+    left = [unit for unit in by_key.values() if unit.file not in finished]
+    print(f"{len(by_key)} units, {len(by_key) - len(left)} of them encoded before; {store.directory}")
+
+    def read(unit: EncodingUnit) -> Iterator[tuple[EncodingUnit, np.ndarray, np.ndarray, list[str]]]:
+        numbers = np.arange(unit.start, unit.stop)
+        if unit.modality == "text":
+            yield unit, np.empty(0, np.uint8), numbers, []
+        else:
+            yield unit, *read_images(sets[unit.data], numbers.tolist(), unit.model.image_size)
+
+    model = partial(_UnitEncoder, precision=precision, batch_size=batch_size, use_gpu=pool.use_gpu)
+    work: Work[EncodingUnit] = Work(read=read, model=model, title=lambda unit: unit.title, noun="samples")
+    return map_units(left, work, pool, store).failed

@@ -15,15 +15,16 @@ from jobs.engine.cluster import start_ray
 from jobs.engine.fields import named_values
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.dual_encoders.config import EvaluateClipConfig
-from jobs.scoring.dual_encoders.embeddings import (
+from jobs.scoring.dual_encoders.encoder import (
+    DualEncoderSpec,
     Embeddings,
     ImageSet,
+    caption_encoder,
     embedding_store,
     encode_missing,
     encoding_units,
     read_embeddings,
 )
-from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, caption_encoder
 from jobs.scoring.dual_encoders.zero_shot import ClassFolders, prompts, read_class_names, read_templates
 from jobs.scoring.models import model_labels
 from jobs.scoring.results import Column, Results, percent_table, publish_evaluation

@@ -20,7 +20,7 @@ import numpy as np
 from pyarrow.fs import FileSelector, FileType
 
 from jobs.engine.fields import absolute_path
-from jobs.scoring.dual_encoders.embeddings import ImageSet
+from jobs.scoring.dual_encoders.encoder import ImageSet
 from jobs.tasks.base import naming_field
 from pipelines.archives import ArchiveFormat, list_archives, list_once
 from pipelines.images.archives import IMAGE_SUFFIXES, MAX_IMAGE_BYTES

@@ -1,4 +1,4 @@
-"""The job: held-out data → tables of measured predictions → the test → figures, a diagram and MLflow.
+"""The job: held-out data → tables of measured predictions → the test → figures, a verdict, a diagram and MLflow.
 
 The figures depend neither on the number of workers nor on the order in which they finish.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,192 @@ import ray
 import torch
 
 from jobs.engine.cluster import start_ray
+from jobs.engine.description import markdown_table
 from jobs.engine.identity import flatten
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.headroom.report import Question, figures, metrics, plot, summary
 from jobs.scoring.headroom.tables import count_documents, read_measured
-from jobs.scoring.results import ResultRun, publish
+from jobs.scoring.results import ResultRun, picture, publish
 from jobs.scoring.units import UnitStore, absolute_output, settings_digest
-from tempnet.headroom.run import HeadroomTest, run_headroom_test
+from tempnet.headroom.features import FEATURE_SETS
+from tempnet.headroom.profile import TAU_RANGE
+from tempnet.headroom.run import CONSTANT, ONE, HeadroomTest, run_headroom_test
+from tempnet.intervals import Interval, ratio_interval
+
+# A best constant within this factor of an end of the range was looked for no further.
+_AT_AN_END = 1.001
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One headroom test: where its measured predictions are, in which words it is reported, and in which unit of τ."""
+
+    name: str
+    """Key of its figures in headroom.json and in MLflow; empty if there is only one question, whose figures have no key."""
+    title: str
+    """Heading of its table; empty for none."""
+    files: tuple[str, ...]
+    """Names of its tables in the output, in order."""
+    noun: str
+    """What would have a temperature of its own: token, image, caption."""
+    case: str
+    """What the gains are means over: token, pair."""
+    document: str
+    """What the folds and the interval are over: document, image."""
+    candidate: str
+    """What the probabilities are distributed over: token, image, caption."""
+    features: Mapping[str, str]
+    """Feature set → its name in the table."""
+    unit_tau: float = 1.0
+    """Temperature that the logits were divided by before they were measured: τ = 1 of the test is this temperature."""
+    with_end: bool = True
+    """Whether end-of-text tokens are among the predictions."""
+    own_name: str
+    """Name of the temperature at which the model predicts by itself, which is `unit_tau`; empty if it has none."""
+
+
+def figures(test: HeadroomTest, question: Question, *, least_gain: float) -> dict[str, Any]:
+    """Returns all figures: gains and losses in nats per case, ECE as a share, each with its 95 % half-width.
+
+    What compares with the model's own temperature is None if it has none; the cross-entropy is then that at the best
+    constant. `least_gain` is the gain in thousandths of a nat per case that is worth a TempNet.
+    """
+    sums, has_own = test.sums, bool(question.own_name)
+    num_cases = sums.counts.sum().item()
+    sets: dict[str, Any] = {}
+    for name in FEATURE_SETS:
+        sets[name] = {
+            "gain": sums.gain(name, CONSTANT)._asdict(),
+            "gain_second_order": ratio_interval(sums.second_order[name], sums.counts)._asdict(),
+            "gain_mean_shift": sums.gain(f"{name}/mean", CONSTANT)._asdict(),
+            "gain_shuffled": sums.gain(f"{name}/shuffled", CONSTANT)._asdict(),
+            "tau_mean": question.unit_tau * sums.mean_tau(name),
+            "ece": sums.calibration_error(name)._asdict(),
+            "ece_gain": sums.calibration_gain(name, CONSTANT)._asdict(),
+            "penalties": test.penalties[name],
+        }
+    best = max(FEATURE_SETS, key=lambda name: float(sets[name]["gain"]["mean"]))
+    return {
+        f"num_{question.document}s": int((sums.counts > 0).sum()),
+        f"num_{question.case}s": int(num_cases),
+        "cross_entropy": sums.losses[ONE if has_own else CONSTANT].sum().item() / num_cases,
+        "best_constant": {
+            "tau": question.unit_tau * test.tau,
+            "gain": sums.gain(CONSTANT, ONE)._asdict() if has_own else None,
+            "ece": sums.calibration_error(CONSTANT)._asdict(),
+            "ece_gain": sums.calibration_gain(CONSTANT, ONE)._asdict() if has_own else None,
+        },
+        "ece": sums.calibration_error(ONE)._asdict() if has_own else None,
+        f"per_{question.noun}": sets,
+        "best_features": best,
+        "verdict": verdict(test, question, best, least_gain=least_gain),
+    }
+
+
+def verdict(test: HeadroomTest, question: Question, best: str, *, least_gain: float) -> str:
+    """Returns one line that says whether a temperature of its own is worth learning, and whether a constant is."""
+    gain = test.sums.gain(best, CONSTANT)
+    if 1000 * gain.low > least_gain:
+        word = "worth it"
+    elif 1000 * (gain.mean + gain.half_width) > least_gain:
+        word = "cannot be told"
+    else:
+        word = "not worth it"
+    low, high = TAU_RANGE
+    doubt = ""
+    if not low * _AT_AN_END < test.tau < high / _AT_AN_END:
+        low, high = low * question.unit_tau, high * question.unit_tau
+        doubt = (
+            f"; the best constant lies at an end of what was looked at, {low:.3g} to {high:.3g}, so gains may be larger"
+        )
+    constant = (
+        f"which gains {milli(test.sums.gain(CONSTANT, ONE))} mnat over {question.own_name}"
+        if question.own_name
+        else "with which the model is compared because it has no constant temperature of its own"
+    )
+    return (
+        f"{word}: a temperature per {question.noun} gains {milli(gain)} mnat over the best constant (from "
+        f"{question.features[best]}), {constant}{doubt}"
+    )
+
+
+def table(values: dict[str, Any], question: Question) -> str:
+    """Returns the figures as a Markdown table: gains in thousandths of a nat per case, ECE in per cent."""
+    constant = values["best_constant"]
+    rows = [["temperature", "gain, mnat", "second order", "MeanShift", "shuffled", "ECE, %"]]
+    if question.own_name:
+        rows.append([question.own_name, "", "", "", "", _percent(values["ece"])])
+    over = f"{_milli(constant['gain'])} over {question.own_name}" if question.own_name else ""
+    rows.append([f"best constant, {_tau(constant['tau'], question)}", over, "", "", "", _percent(constant["ece"])])
+    for name, title in question.features.items():
+        found = values[f"per_{question.noun}"][name]
+        controls = [_milli(found[f"gain_{kind}"]) for kind in ("second_order", "mean_shift", "shuffled")]
+        rows.append([f"per {question.noun}: {title}", _milli(found["gain"]), *controls, _percent(found["ece"])])
+    return markdown_table(rows)
+
+
+def summary(question: Question, values: dict[str, Any]) -> str:
+    """Returns the heading, the table, the verdict and the number of cases, as they are printed and logged."""
+    heading = f"{question.title}\n\n" if question.title else ""
+    counts = [f"{values[f'num_{noun}s']:,} {noun}s" for noun in (question.case, question.document)]
+    return f"{heading}{table(values, question)}\n\n{values['verdict']}\n{' of '.join(counts)}"
+
+
+def metrics(question: Question, values: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yields the figures for MLflow, with the question's name before theirs; gains in thousandths of a nat per case."""
+    prefix = f"{question.name}/" if question.name else ""
+    constant = values["best_constant"]
+    yield f"{prefix}best_constant/tau", constant["tau"]
+    if constant["gain"] is not None:
+        yield f"{prefix}best_constant/gain_mnat", 1000 * constant["gain"]["mean"]
+    yield f"{prefix}best_constant/ece", constant["ece"]["mean"]
+    yield f"{prefix}cross_entropy", values["cross_entropy"]
+    for name, found in values[f"per_{question.noun}"].items():
+        yield f"{prefix}{name}/gain_mnat", 1000 * found["gain"]["mean"]
+        yield f"{prefix}{name}/gain_half_width_mnat", 1000 * found["gain"]["half_width"]
+        yield f"{prefix}{name}/ece", found["ece"]["mean"]
+
+
+def plot(results: Sequence[tuple[Question, HeadroomTest, dict[str, Any]]], path: Path) -> None:
+    """Plot accuracy over confidence of the most probable candidate, a column per question, at three temperatures.
+
+    They are the model's own temperature, if it has one, the best constant, and those of the best features.
+    """
+    size = (5 * len(results), 6)
+    with picture(path, 2, len(results), figsize=size, height_ratios=(3, 1), sharex=True) as axes:
+        for (question, test, values), upper, lower in zip(results, *axes, strict=True):
+            best = values["best_features"]
+            labels = {ONE: question.own_name} if question.own_name else {}
+            labels |= {CONSTANT: f"best constant, {_tau(values['best_constant']['tau'], question)}"}
+            labels |= {best: f"per {question.noun}, from {question.features[best]}"}
+            upper.plot([0, 1], [0, 1], linestyle=":", color="black", label="calibrated")
+            for name, label in labels.items():
+                bins, error = test.sums.calibration(name), test.sums.calibration_error(name)
+                label = f"{label}: ECE {100 * error.mean:.2f} %"
+                upper.plot(bins["confidence"], bins["accuracy"], marker=".", label=label)
+                lower.plot(bins["confidence"], bins["num_tokens"], marker=".")
+            upper.set(title=question.title, ylabel=f"accuracy of the most probable {question.candidate}", ylim=(0, 1))
+            upper.legend()
+            lower.set(xlabel="its probability", ylabel=f"{question.case}s", yscale="log", xlim=(0, 1))
+
+
+def milli(interval: Interval) -> str:
+    """Returns an interval in nats as text in thousandths."""
+    return f"{1000 * interval.mean:.1f} ± {1000 * interval.half_width:.1f}"
+
+
+def _tau(tau: float, question: Question) -> str:
+    """Returns a temperature with three digits behind the point, or more where the unit is small."""
+    return f"{tau:.{3 + max(0, math.ceil(-math.log10(question.unit_tau)))}f}"
+
+
+def _milli(pair: dict[str, float]) -> str:
+    return milli(Interval(**pair))
+
+
+def _percent(pair: dict[str, float]) -> str:
+    return f"{100 * pair['mean']:.2f} ± {100 * pair['half_width']:.2f}"
+
 
 RESULTS_FILE = "headroom.json"
 DIAGRAM_FILE = "reliability.png"

@@ -33,17 +33,20 @@ import torch
 from torch import Tensor
 
 from jobs.engine.cluster import start_ray
-from jobs.scoring.dual_encoders.embeddings import (
+from jobs.scoring.dual_encoders.encoder import (
+    DualEncoderSpec,
     EncodingUnit,
     ImageSet,
+    caption_encoder,
     embedding_store,
     encode_missing,
     encoding_units,
+    pairs_record,
     read_embeddings,
+    resolve_pairs,
 )
-from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, caption_encoder, pairs_record, resolve_pairs
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.headroom.report import Question
+from jobs.scoring.headroom.job import Question
 from jobs.scoring.headroom.tables import measured_table
 from jobs.scoring.units import (
     Finished,

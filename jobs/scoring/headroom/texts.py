@@ -22,7 +22,7 @@ from torch import Tensor
 
 from jobs.engine.command_line import as_typed
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.headroom.report import Question
+from jobs.scoring.headroom.job import Question
 from jobs.scoring.headroom.tables import end_losses, measured_table
 from jobs.scoring.temperatures.texts import TokenReader
 from jobs.scoring.text_parts import (

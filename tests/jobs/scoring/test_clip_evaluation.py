@@ -13,8 +13,7 @@ import pytest
 from clip_support import CLASSES, SIDE, make_dual_encoder, make_image, png, write_tar
 
 from jobs.scoring.dual_encoders.config import EvaluateClipConfig
-from jobs.scoring.dual_encoders.embeddings import Embeddings, ImageSet, encoding_units, read_images
-from jobs.scoring.dual_encoders.encoder import DualEncoderSpec
+from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, Embeddings, ImageSet, encoding_units, read_images
 from jobs.scoring.dual_encoders.evaluate import retrieval_sources, zero_shot_set
 from jobs.scoring.dual_encoders.zero_shot import ClassFolders, prompts, read_class_names, read_templates
 from pipelines.images.captions import CaptionFile

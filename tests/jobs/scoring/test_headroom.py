@@ -15,8 +15,7 @@ from prediction_support import CONTEXT_LENGTH, VOCAB_SIZE, save_tiny_model, some
 from transformers import AutoModelForCausalLM
 
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.headroom.job import run_test
-from jobs.scoring.headroom.report import figures, table, verdict
+from jobs.scoring.headroom.job import figures, run_test, table, verdict
 from jobs.scoring.headroom.texts import Measurer, TextMeasurement, resolve_settings, token_question
 from jobs.scoring.text_parts import read_parts
 from jobs.scoring.units import UnitStore

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jobs.scoring.headroom.config import Headroom
+from jobs.scoring.headroom.job import Question, figures, metrics, summary, verdict
 from jobs.scoring.headroom.pairs import (
     CANDIDATES,
     FEATURES,
@@ -27,7 +28,6 @@ from jobs.scoring.headroom.pairs import (
     galleries,
     windows,
 )
-from jobs.scoring.headroom.report import Question, figures, metrics, summary, verdict
 from tempnet.headroom.features import Tokens
 from tempnet.headroom.run import HeadroomTest, run_headroom_test
 from tempnet.intervals import Interval

@@ -76,7 +76,7 @@ def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "start_ray", lambda: None)
         monkeypatch.setattr(module, "check_pool", lambda pool, reads: None, raising=False)
     monkeypatch.setattr("jobs.scoring.language_models.windows.NUM_TOKENS_PER_SLICE", 48)
-    monkeypatch.setattr("jobs.scoring.dual_encoders.embeddings.NUM_IMAGES_PER_UNIT", 8)
+    monkeypatch.setattr("jobs.scoring.dual_encoders.encoder.NUM_IMAGES_PER_UNIT", 8)
 
 
 @pytest.fixture(scope="module")
