@@ -205,11 +205,10 @@ def slot_context(slots: list[int], num_rows_of_each: list[int]) -> Any:
     )
 
 
-@pytest.mark.parametrize("num_drafts", [0, 3])
-def test_slots_of_the_newer_model_runner(fresh: Callable[[str], Any], network: TempNet, num_drafts: int) -> None:
+def test_slots_of_the_newer_model_runner(fresh: Callable[[str], Any], network: TempNet) -> None:
     state = SimpleNamespace(device=CPU, max_num_reqs=10, vocab_size=NUM_LOGITS)
     processor = fresh("vllm").TempNetLogitsProcessor(MODEL, state)
-    draw = random.Random(num_drafts)
+    draw = random.Random(3)
     held: dict[int, float | None] = {}
     for _ in range(60):
         for slot in draw.sample(sorted(held), draw.randint(0, len(held) // 2)):
@@ -221,7 +220,7 @@ def test_slots_of_the_newer_model_runner(fresh: Callable[[str], Any], network: T
         slots = draw.sample(sorted(held), draw.randint(0, len(held)))
         if not slots:
             continue
-        context = slot_context(slots, [1 + draw.randint(0, num_drafts) for _ in slots])
+        context = slot_context(slots, [1 + draw.randint(0, 3) for _ in slots])  # with draft tokens
         rows = context.expanded_idx_mapping.tolist()
         logits = torch.randn(len(rows), NUM_LOGITS) * 3
         made = processor.apply(logits.clone(), context)
@@ -241,7 +240,7 @@ PHASES: list[tuple[dict[str, Any], float | None, float | None, Callable[[list[in
 """Arguments of a request, the τ_max before and after its switch (negative: a constant τ), and when it switches."""
 
 
-@pytest.mark.parametrize("interface", ["V1", "slots", "slots with drafts"])
+@pytest.mark.parametrize("interface", ["V1", "slots"])
 def test_requests_switch_after_their_own_tokens(
     fresh: Callable[[str], Any], network: TempNet, tmp_path: Path, interface: str
 ) -> None:
@@ -249,7 +248,7 @@ def test_requests_switch_after_their_own_tokens(
     words = Tokenizer(WordLevel({"nine": 9, "?": 0}, unk_token="?"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
     served = SimpleNamespace(model_config=SimpleNamespace(model="", tokenizer=str(tmp_path)))
-    draw, number, drafts = random.Random(interface), len(PHASES), 3 if interface == "slots with drafts" else 0
+    draw, number, drafts = random.Random(interface), len(PHASES), 3 if interface == "slots" else 0
     lengths = [draw.randint(1, 5) for _ in PHASES]
     new = [[5] * draw.randint(0, 2) for _ in PHASES]
     state = SimpleNamespace(device=CPU, max_num_reqs=number, vocab_size=NUM_LOGITS)
