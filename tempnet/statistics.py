@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -41,18 +42,14 @@ _SCALARS = (
 )
 
 
+@dataclass(slots=True, eq=False)
 class TemperatureStatistics:
-    """Sums over tokens. `sums` may be added to that of another object, or all-reduced in place.
+    """Sums over tokens. `sums` may be added to that of another object, or all-reduced in place."""
 
-    They are a float64 vector of the scalars in _SCALARS, followed by the histogram of τ over [τ₀, τ_max].
-    """
-
-    __slots__ = ("sums", "tau_max", "tau_min")
-
-    def __init__(self, sums: Tensor, tau_min: float, tau_max: float) -> None:
-        self.sums = sums
-        self.tau_min = tau_min
-        self.tau_max = tau_max
+    sums: Tensor
+    """Scalars in the order of _SCALARS, followed by the histogram of τ over [τ₀, τ_max], in one float64 vector."""
+    tau_min: float
+    tau_max: float
 
     @classmethod
     def zeros(cls, tau_min: float, tau_max: float, device: torch.device | str = "cpu") -> TemperatureStatistics:
