@@ -21,8 +21,6 @@ from jobs.studies.trials import DRIVER_CPUS, Results, Trial, open_parent, publis
 from jobs.tasks.classifier.config import ClassifierConfig, CrossValidationConfig
 from jobs.tasks.classifier.plan import ClassifierPlan, make_plan
 
-BASELINE = "ce"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossValidation:
@@ -97,12 +95,11 @@ def cross_validate(work: CrossValidation) -> Results[Row]:
     )
     rows = make_rows(config, outcomes.finished)
     return publish(
-        config.run,
+        config,
         parent,
         rows=rows,
         table=as_markdown(rows, config),
         content={
-            "configuration": dataclasses.asdict(config),
             "rows": [dataclasses.asdict(row) for row in rows],
             "cells": {
                 name: {"accuracy": outcome["validation"]["accuracy"], "confusion": outcome["confusion"]}
@@ -148,7 +145,7 @@ def make_rows(config: CrossValidationConfig, outcomes: Mapping[str, Mapping[str,
             }
             values = list(found.values())
             differences = [value - baseline[cell] for cell, value in found.items() if cell in baseline]
-            if setting.name == BASELINE:
+            if setting.name == "ce":
                 baseline = found
             rows.append(
                 Row(

@@ -9,6 +9,7 @@ workers. Sweeps that search and end trials early run them with Ray Tune (`jobs.s
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import math
@@ -25,7 +26,7 @@ import ray
 
 from jobs.engine.cluster import check_resources
 from jobs.engine.command_line import FAILED, exit_interrupted, fail, show
-from jobs.engine.config import RunSection, TrackingSection, TrainingConfig
+from jobs.engine.config import TrackingSection, TrainingConfig
 from jobs.engine.console import clock
 from jobs.engine.failures import FatalTrainingError
 from jobs.engine.identity import flatten
@@ -371,7 +372,7 @@ def prepare_once(plans: Iterable[Plan]) -> dict[str, tuple[str, str, str]]:
 
 
 def publish(
-    run: RunSection,
+    config: Any,
     parent: TrackedRun | None,
     *,
     rows: Sequence[Row],
@@ -384,11 +385,11 @@ def publish(
 ) -> Results[Row]:
     """Publish results in the run's directory and in MLflow, and return what to show to the user.
 
-    Writes `results.md` (the table), `results.json` (the content and the failed trials; NaN and infinity become null) and
-    `files` (name → content) into the run's directory. They and the metrics are also logged to the parent run, which is then
-    finished.
+    Writes `results.md` (the table), `results.json` (the configuration, the content and the failed trials; NaN and infinity
+    become null) and `files` (name → content) into the run's directory. They and the metrics are also logged to the parent
+    run, which is then finished.
     """
-    text = json.dumps(masked({**content, "failed": dict(failed)}))
+    text = json.dumps(masked({"configuration": dataclasses.asdict(config), **content, "failed": dict(failed)}))
     finite = json.loads(text, parse_constant=lambda constant: None)
     written: dict[str, str | bytes] = {
         "results.md": table + "\n",
@@ -398,7 +399,7 @@ def publish(
     with tempfile.TemporaryDirectory() as local:
         for name, data in written.items():
             Path(local, name).write_bytes(data.encode() if isinstance(data, str) else data)
-        filesystem, path = resolve(run.directory)
+        filesystem, path = resolve(config.run.directory)
         pyarrow.fs.copy_files(local, path, destination_filesystem=filesystem)
         if parent is not None:
             with survive_outage("the results"):
@@ -408,7 +409,7 @@ def publish(
         rows=rows,
         table=table,
         failed=failed,
-        directory=run.directory,
+        directory=config.run.directory,
         tracking_uri=parent.uri if parent else "",
         experiment_id=parent.experiment_id if parent else "",
     )

@@ -56,8 +56,8 @@ _PAPER_HOURS = {
     "llama2-chat-70b-frozen": (11.4 / 20_000, "Table 1: 11.4 A100-hours for 20 000 steps"),
 }
 
-# Rough core-seconds per step of the small presets, and of the start, validations and end of a run. They are taken from
-# runs that were made two at a time on two cores with busy neighbours.
+# Rough core-seconds per step of the small presets, and of the start, validations and end of a run, from runs that were
+# made two at a time on two cores with busy neighbours.
 _SMALL_SECONDS = {LanguageModelConfig: 0.5, ClipConfig: 0.6, SentenceConfig: 0.45, ClassifierConfig: 0.25}
 _SMALL_START = 45.0
 
@@ -113,7 +113,6 @@ def _flops_per_step(config: TrainingConfig) -> float:
         )
         return 6 * 1e6 * _millions(config, config.model.path) * size * tokens
     assert isinstance(config, ClassifierConfig)
-    # model.path of a cell may be the export of another run, which no full-scale preset has.
     return 6 * 1e6 * _millions(config, config.model.path) * size * config.data.num_tokens
 
 

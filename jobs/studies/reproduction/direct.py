@@ -47,8 +47,7 @@ def measure_overhead(scale: str, seed: int) -> dict[str, dict[str, float]]:
 
     The plain model and the one with a TempNet are timed in turn, round after round. `training` and `generation` are
     medians over the rounds of the ratio to the plain model's time in the same round; the other figures are tokens per second.
-    Weights and tokens are random, since only their shapes matter. The measurement runs on a GPU if the preset requires
-    one.
+    Weights and tokens are random, since only their shapes matter. A GPU is used if the preset requires one.
     """
     config = PRESETS["gpt2-scratch-small" if scale == "small" else "gpt2-scratch"]()
     assert isinstance(config, LanguageModelConfig)

@@ -76,7 +76,7 @@ def run_reproduction(work: Reproduction) -> Results[StudyResult]:
         ]
         verdict = verdict_of_claim(work, results)
         return publish(
-            config.run,
+            config,
             parent,
             rows=results,
             table=as_markdown(work, results, outcomes.failed),
@@ -122,11 +122,8 @@ def _check(work: Reproduction) -> list[Plan]:
 
 def _measure(work: Reproduction, planned: PlannedStudy) -> Replicates:
     assert planned.study.direct is not None
-    replicates: dict[str, dict[str, Scores]] = {}
-    for seed in range(work.config.seeds):
-        for arm, scores in planned.study.direct(work.config.scale, seed).items():
-            replicates.setdefault(arm, {})[str(seed)] = scores
-    return replicates
+    found = {str(seed): planned.study.direct(work.config.scale, seed) for seed in range(work.config.seeds)}
+    return {arm.name: {seed: scores[arm.name] for seed, scores in found.items()} for arm in planned.study.arms}
 
 
 def _score_runs(work: Reproduction, planned: PlannedStudy, outcomes: Outcomes) -> Replicates:

@@ -14,7 +14,6 @@ number of statements: of 20 statements about equal arms, one is expected to be d
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
 from collections.abc import Mapping, Sequence
@@ -187,7 +186,6 @@ def _statements(result: StudyResult) -> str:
 def as_content(work: Reproduction, results: Sequence[StudyResult]) -> dict[str, Any]:
     """Returns the content of `results.json`: all figures of all runs, the paper's figures, statements and verdicts."""
     return {
-        "configuration": dataclasses.asdict(work.config),
         "experiment": {"id": work.experiment.id, "source": work.experiment.source, "claim": work.experiment.claim},
         "verdict": verdict_of_claim(work, results),
         "studies": [_study_content(work, result) for result in results],

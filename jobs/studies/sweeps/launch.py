@@ -385,14 +385,11 @@ def _publish(
     content = io.BytesIO()
     table.to_parquet(content)
     results = publish(
-        config.run,
+        config,
         parent,
         rows=rows,
         table=as_markdown(rows, band, num_combinations * config.base.run.num_steps),
-        content={
-            "configuration": dataclasses.asdict(config),
-            "rows": [dataclasses.asdict(row) for row in rows],
-        },
+        content={"rows": [dataclasses.asdict(row) for row in rows]},
         files={"report.html": as_page(config.run.name, rows, band), "trials.parquet": content.getvalue()},
         metrics={
             "num_in_band": sum(row.is_in_band for row in rows),

@@ -157,8 +157,7 @@ class BandSearch(Searcher):
     def save(self, checkpoint_path: str) -> None:
         """Does nothing: Tune's own state is never read back."""
 
-    def restore(self, checkpoint_path: str) -> None:
-        """Does nothing: Tune's own state is never read back."""
+    restore = save
 
     def __getstate__(self) -> dict[str, Any]:
         return {}

@@ -155,9 +155,10 @@ def test_what_is_recorded(mlflow_uri: str, tmp_path: Path) -> None:
     assert found.data.params["tracking.uri"] == "http://***@h"
     assert found.inputs.dataset_inputs[0].dataset.source == json.dumps({"uri": "s3://***@bucket/x"})
     (tmp_path / "a").mkdir()
-    content = {"configuration": dataclasses.asdict(config)}
     reason = describe_error(ValueError(f"no {secret.uri}"))
-    publish_trials(run, None, rows=[], table="", content=content, metrics={}, failed={"b": reason})
+    publish_trials(
+        dataclasses.replace(config, run=run), None, rows=[], table="", content={}, metrics={}, failed={"b": reason}
+    )
     written = (tmp_path / "a" / "results.json").read_text()
     assert json.loads(written)["failed"] == {"b": "no http://***@h"}
     (tmp_path / "text.txt").touch()
