@@ -34,8 +34,14 @@ def main(arguments: Sequence[str]) -> int:
     if any(argument.split("=")[0] == "--images" for argument in arguments):
         return _predict_pairs(arguments)
     config = _parse(PredictTemperaturesConfig, arguments)
-    from jobs.scoring.temperatures.pages import check_page, write_page
-    from jobs.scoring.temperatures.texts import first_documents, on_worker, predict_archives, resolve_settings
+    from jobs.scoring.temperatures.texts import (
+        check_page,
+        first_documents,
+        on_worker,
+        predict_archives,
+        resolve_settings,
+        write_page,
+    )
     from jobs.scoring.units import UnitStore, absolute_output
 
     html = config.html or ("" if config.output else DEFAULT_PAGE)
@@ -61,8 +67,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _predict_pairs(arguments: Sequence[str]) -> int:
     config = _parse(PredictPairTemperaturesConfig, arguments)
-    from jobs.scoring.temperatures.pages import check_page
-    from jobs.scoring.temperatures.pairs import predict_pairs, resolve_settings
+    from jobs.scoring.temperatures.pairs import predict_pairs, resolve_settings, write_pair_page
+    from jobs.scoring.temperatures.texts import check_page
     from jobs.scoring.units import UnitStore, absolute_output
     from pipelines.images.archives import list_image_archives
     from pipelines.images.temperature_table import read_numbers
@@ -77,8 +83,6 @@ def _predict_pairs(arguments: Sequence[str]) -> int:
         UnitStore(output).claim(settings.record())
         _print_pair_summary(predict_pairs(settings, output, config.workers), output)
         if config.html:
-            from jobs.scoring.temperatures.pages import write_pair_page
-
             correlations = write_pair_page(config.html, config.images, output, settings, config.label)
             for name, (r, half) in correlations.items():
                 print(f"Spearman(τ of {name}, {config.label}) = {r:+.3f} ± {half:.3f} (95 %)")

@@ -21,8 +21,15 @@ from jobs.scoring.analyses.config import Noise, PairAnalysis, Phase
 from jobs.scoring.analyses.curves import Curves, show
 from jobs.scoring.results import Findings, picture, publish_findings
 from jobs.scoring.temperatures.config import PredictPairTemperaturesConfig
-from jobs.scoring.temperatures.pages import MODALITIES, correlate, labelled_temperatures, match_numbers
-from jobs.scoring.temperatures.pairs import PairPredictionSettings, predict_pairs, resolve_settings
+from jobs.scoring.temperatures.pairs import (
+    MODALITIES,
+    PairPredictionSettings,
+    correlate,
+    labelled_temperatures,
+    match_numbers,
+    predict_pairs,
+    resolve_settings,
+)
 from jobs.scoring.units import UnitStore, absolute_output
 from pipelines.images.archives import list_image_archives
 from pipelines.images.captions import CaptionNoise

@@ -54,28 +54,20 @@ def read_measured(output: str, files: Sequence[str], *, with_end: bool = True) -
     """
     num_before = 0
     for file in files:
-        filesystem, path = resolve(f"{output}/{file}")
-        with filesystem.open_input_file(path) as stream:
-            parquet = pq.ParquetFile(stream)
-            for batch in parquet.iter_batches(batch_size=_ROWS_AT_ONCE):
-                if not with_end and "is_end" in batch.schema.names:
-                    batch = batch.filter(pc.invert(batch["is_end"]))
-                if batch.num_rows:
-                    yield _tokens(batch), torch.from_numpy(batch["document"].to_numpy().astype(np.int64)) + num_before
-            num_before += int(parquet.schema_arrow.metadata[_NUM_DOCUMENTS])
+        for batch in _batches(output, file):
+            if not with_end and "is_end" in batch.schema.names:
+                batch = batch.filter(pc.invert(batch["is_end"]))
+            if batch.num_rows:
+                yield _tokens(batch), torch.from_numpy(batch["document"].to_numpy().astype(np.int64)) + num_before
+        num_before += count_documents(output, [file])
 
 
 def end_losses(output: str, files: Sequence[str]) -> Tensor:
     """Returns the cross-entropies at τ = 1 of all end-of-text tokens: (n,)."""
-    found = [torch.empty(0, dtype=torch.float64)]
-    for file in files:
-        filesystem, path = resolve(f"{output}/{file}")
-        with filesystem.open_input_file(path) as stream:
-            for batch in pq.ParquetFile(stream).iter_batches(columns=["is_end", "profile", "target"]):
-                batch = batch.filter(batch["is_end"])
-                if batch.num_rows:
-                    found.append(_profiles(batch).cross_entropy(0.0))
-    return torch.cat(found)
+    columns = ["is_end", "profile", "target"]
+    ends = [batch.filter(batch["is_end"]) for file in files for batch in _batches(output, file, columns)]
+    found = [_profiles(batch).cross_entropy(0.0) for batch in ends if batch.num_rows]
+    return torch.cat([torch.empty(0, dtype=torch.float64), *found])
 
 
 def count_documents(output: str, files: Sequence[str]) -> int:
@@ -85,6 +77,12 @@ def count_documents(output: str, files: Sequence[str]) -> int:
         filesystem, path = resolve(f"{output}/{file}")
         total += int(pq.read_schema(path, filesystem=filesystem).metadata[_NUM_DOCUMENTS])
     return total
+
+
+def _batches(output: str, file: str, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
+    filesystem, path = resolve(f"{output}/{file}")
+    with filesystem.open_input_file(path) as stream:
+        yield from pq.ParquetFile(stream).iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns)
 
 
 def _tokens(batch: pa.RecordBatch) -> Tokens:

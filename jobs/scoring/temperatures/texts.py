@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,10 +43,10 @@ from jobs.scoring.text_parts import (
 )
 from jobs.scoring.units import Finished, settings_digest, to_parquet
 from jobs.tasks.base import naming_field
-from jobs.tasks.language_model.report import ColouredText
+from jobs.tasks.language_model.report import ColouredText, coloured_page
 from pipelines.archives import Archive
 from pipelines.local_copy import local_copy
-from pipelines.storage import resolve, write_json
+from pipelines.storage import exists, resolve, write_bytes, write_json
 from pipelines.text.reading import Document, readable_documents
 from pipelines.text.tokenization import load_tokenizer, token_pieces
 from pipelines.text.windows import ReadingWindow
@@ -405,3 +406,17 @@ def first_documents(
         for (key, ids), prediction in zip(documents, predictions, strict=True)
         if prediction.entropy is not None
     }
+
+
+def write_page(path: str, text: str, sections: dict[str, ColouredText]) -> None:
+    """Write the page of a text, whose name is in the title, to a path or URI."""
+    write_bytes(path, coloured_page(title=f"Temperatures of {text}", sections=sections).encode())
+
+
+def check_page(path: str) -> None:
+    """Check that the page can be written (OSError), before any work starts, by making an empty one unless there is one."""
+    if "://" not in path:
+        with Path(path).open("a", encoding="utf-8"):
+            pass
+    elif not exists(path):
+        write_bytes(path, b"")

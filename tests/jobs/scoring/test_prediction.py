@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from jobs.predict_temperatures import main
 from jobs.scoring.config import LanguageModelPool
 from jobs.scoring.temperatures.config import PredictTemperaturesConfig
-from jobs.scoring.temperatures.pages import distinct_rows
+from jobs.scoring.temperatures.pairs import distinct_rows
 from jobs.scoring.temperatures.texts import (
     Predictor,
     part_table,
