@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from jobs.engine.identity import fixed_values
 from jobs.scoring.features import check_room, units_of
 from jobs.tasks.dual_encoder.config import ClipConfig
-from jobs.tasks.dual_encoder.data import find_embeddings, pair_source, refer_to_towers
+from jobs.tasks.dual_encoder.data import find_embeddings, refer_to_towers
 from jobs.tasks.dual_encoder.plan import make_plan
 from jobs.tasks.dual_encoder.task import ClipTask
 from jobs.tasks.dual_encoder.validation import score
@@ -34,7 +34,6 @@ from pipelines.features import EmbeddingSource, PairEmbeddings
 from pipelines.images.manifest import ImageManifest
 from pipelines.storage import write_json
 from tempnet.base_model import BASE_FILE
-from tempnet.models.dual_encoder import DualEncoder
 
 CPU = torch.device("cpu")
 Stored = tuple[PairEmbeddings, PairEmbeddings]
@@ -62,29 +61,6 @@ def stored(config: ClipConfig, pairs: ImageManifest) -> Iterator[Stored]:
 def own(tmp_path: Path) -> ClipConfig:
     """Return a run whose towers a test may change."""
     return make_frozen_config(tmp_path)
-
-
-def test_they_are_those_of_the_towers_on_central_views_with_the_batches_of_training(
-    config: ClipConfig, pairs: ImageManifest, stored: Stored
-) -> None:
-    encoder = DualEncoder.from_pretrained(config.model.path)
-    order = np.random.default_rng(1).permutation(pairs.num_pairs)
-    source = pair_source(config, pairs)
-    expected = source.read(*source.locate(order), 0)
-    assert np.array_equal(expected["images"], source.read_images(expected["image_ids"]))  # The view is validation's.
-    assert 0 < expected["is_noisy"].sum() < pairs.num_pairs
-    ours = EmbeddingSource(embeddings=stored[0])
-    found = ours.read(*ours.locate(order), 0)
-    for name in ("ids", "image_ids", "digest"):
-        assert np.array_equal(found[name], expected[name]), name
-    with torch.no_grad():
-        image = encoder.encode_images(torch.from_numpy(expected["images"]))
-        text = encoder.encode_texts(
-            torch.from_numpy(expected["input_ids"]), torch.from_numpy(expected["attention_mask"])
-        )
-    torch.testing.assert_close(torch.from_numpy(found["image_embeddings"]), image, rtol=0, atol=1e-6)
-    torch.testing.assert_close(torch.from_numpy(found["text_embeddings"]), text, rtol=0, atol=1e-6)
-    assert ours.name(1, 2) == source.name(1, 2)
 
 
 def test_the_room_is_as_predicted(pairs: ImageManifest, stored: Stored) -> None:
