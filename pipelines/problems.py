@@ -185,12 +185,7 @@ def check_problems(
     field: str = "max_bad_share",
     noun: str = "document",
 ) -> None:
-    """Reject a source with too large a share of unreadable records, or with no readable record at all.
-
-    Raises:
-        TooManyProblemsError: the message names the share, the kinds of problems, the worst archives, and by `field` the
-        setting.
-    """
+    """Reject a source with too large a share of unreadable records, or with no readable record at all."""
     num_bad = sum(sum(reading.problems.values()) for reading in readings)
     num_records = sum(reading.num_records for reading in readings)
     num_seen = num_bad + num_records

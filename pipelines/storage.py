@@ -151,12 +151,7 @@ def write_manifest(directory: str, content: dict[str, Any]) -> None:
 
 
 def read_manifest(directory: str, *, noun: str, field: str, version: int) -> dict[str, Any]:
-    """Read the manifest of a prepared directory; `field` is one that only manifests of this kind (`noun`) have.
-
-    Raises:
-        FileNotFoundError: if the directory has no manifest.
-        ValueError: if the manifest is of another kind or version.
-    """
+    """Read the manifest of a prepared directory; `field` is one that only manifests of this kind (`noun`) have."""
     content = read_json(f"{directory}/{MANIFEST_FILE}")
     if content is None:
         raise FileNotFoundError(f"{directory} holds no {MANIFEST_FILE}: it is not a (completely) prepared data set")

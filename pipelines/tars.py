@@ -72,9 +72,6 @@ def tar_members(
     without an end mark. The valid attributes of a header are `name` (always encodable as UTF-8), `type`, `size`, `offset`
     (where the member's first header begins), `offset_data`, `pax_headers` (the fields of global headers so far), and `sparse`
     (not None for a sparse file, whose stored bytes are not the file's content).
-
-    Raises:
-        tarfile.TarError: where the archive is truncated or corrupt, after all members before that place were yielded.
     """
     source = _Source(stream, start, buffer_bytes)
     for_all: dict[str, str] = {}  # Fields of global pax headers, which apply to all later members.

@@ -158,9 +158,6 @@ def read_samples(
     under one key. If the field is a list, its entries are the captions of the image; otherwise the `.txt` is preferred to
     the field. It is one caption, as img2dataset writes it, unless the field says that its lines are: by being one of them.
     With a caption file, which groups of image files need, samples are the images that it names; any other is left out.
-
-    Raises:
-        OSError: if the archive cannot be opened or the filesystem fails.
     """
     filesystem, root = resolve_source(uri)
     name = relative(archive.path, root)

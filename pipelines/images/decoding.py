@@ -87,12 +87,7 @@ class ImageError(Exception):
 
 
 def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Open an image, reading only its header, and check its size.
-
-    Raises:
-        ImageError: if `data` is empty or is not an image, if the image has more than `max_pixels` pixels, or if
-            decoding it would take more than MAX_DECODING_BYTES or too much time.
-    """
+    """Open an image, reading only its header, and check its size."""
     if not data:
         raise ImageError(ImageProblemKind.EMPTY_IMAGE, "the file has 0 bytes")
     try:

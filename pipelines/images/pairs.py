@@ -88,9 +88,6 @@ class PairSource:
             `images` (n, S, S, 3) uint8; `input_ids`, `attention_mask` (n, t) int64; `ids`, `image_ids` (n,) int64,
             the pair ids 0 … N−1 and the image numbers 0 … M−1; `is_noisy` (n,) bool, whether the caption received
             noise; `digest` (n,) int64, a 48-bit hash of pixels and tokens.
-
-        Raises:
-            OSError: if an archive has changed since the data set was prepared.
         """
         shards, rows = np.asarray(shards), np.asarray(rows)
         entries = self._entries(shards, rows)

@@ -115,12 +115,7 @@ def prepare_images(
 
 
 def check_source(config: PrepareImagesConfig) -> tuple[list[ImageArchive], CaptionFile | None]:
-    """Return the archives to prepare, and the captions if they come in a file of their own; Ray is not needed.
-
-    Raises:
-        FileNotFoundError: if the source or the captions do not exist, or the source holds neither a tar nor an image.
-        ValueError: if the captions are not understood, or are needed but not given.
-    """
+    """Return the archives to prepare, and the captions if they come in a file of their own; Ray is not needed."""
     archives, _, captions = _list(config)
     return archives, captions
 

@@ -58,12 +58,7 @@ def table_schema(embedding_size: int | None = None) -> pa.Schema:
 
 
 def read_temperatures(directory: str, manifest: ImageManifest) -> np.ndarray:
-    """Return the temperatures of all pairs, matched by key and caption: (2, N) float32, τ of images and of texts.
-
-    Raises:
-        FileNotFoundError: if there is no table.
-        ValueError: if it is another kind of table, or lacks pairs of the data set; the message says how many.
-    """
+    """Return the temperatures of all pairs, matched by key and caption: (2, N) float32, τ of images and of texts."""
     table = read_table(directory, ["key", "caption", *_TAU])
     pairs = pa.concat_tables(
         read_index(manifest, number).select(["key", "caption"]) for number in range(len(manifest.shards))
@@ -113,10 +108,6 @@ def read_numbers(uri: str, archives: Sequence[ImageArchive], field: str) -> Iter
     Samples without one are left out, and so is what follows the place where a tar is damaged. As archives may have the same
     keys, those of every archive but the first are yielded with the archive's name before them
     (`pipelines.images.manifest.ImageShard.key_prefix`), and without it where no archive before has them.
-
-    Raises:
-        ValueError: at the end, if no sample has a number in this field; the message names fields of a sample that have one.
-        OSError: if an archive cannot be opened.
     """
     filesystem, root = resolve_source(uri)
     is_found = False

@@ -110,9 +110,6 @@ def write_images(
         image_size: side of the square images in pixels.
         seed: seed of all random numbers.
         num_processes: number of processes, or None for one per core; it does not affect the content of the files.
-
-    Raises:
-        FileExistsError: if `directory` already exists and is not an empty directory.
     """
     import webdataset  # noqa: F401  # With torch, once, and not in every forked process.
 

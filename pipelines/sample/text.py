@@ -74,10 +74,6 @@ def collect_prose(
     Files are visited in the order of a hash of their path, so that any limit keeps a mixture of packages, the same
     one every time. A paragraph that occurred before is omitted, and so is a file with fewer than
     MIN_DOCUMENT_CHARACTERS left.
-
-    Raises:
-        ValueError: if `num_bytes` is not positive.
-        FileNotFoundError: if a root is not a directory.
     """
     if num_bytes <= 0:
         raise ValueError(f"num_bytes is {num_bytes}; expected a positive number of bytes")
@@ -118,11 +114,6 @@ def write_corpus(
 
     A hash of a document's text decides its split; about one in VALIDATION_ONE_IN documents goes to validation. The same
     documents give the same bytes. `directory` appears only when it is complete, through a rename.
-
-    Raises:
-        FileExistsError: if `directory` already exists and is not an empty directory.
-        ValueError: if `num_bytes` or `num_shards` is not positive, or there is no text for one of the splits.
-        FileNotFoundError: if a root is not a directory.
     """
     if num_shards <= 0:
         raise ValueError(f"num_shards is {num_shards}; expected a positive number of archives")

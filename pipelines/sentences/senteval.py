@@ -186,12 +186,7 @@ def present_tasks(directory: str | Path) -> tuple[str, ...]:
 
 
 def read_task(directory: str | Path, name: str) -> SentenceTask:
-    """Read one of SentEval's classification tasks (TASK_NAMES) below a directory or URI such as its `data/downstream`.
-
-    Raises:
-        ValueError: if the name is unknown, or a class has no sentence at all.
-        FileNotFoundError: if a file is missing; the message names it.
-    """
+    """Read one of SentEval's classification tasks (TASK_NAMES) below a directory or URI such as its `data/downstream`."""
     if name not in TASK_FILES:
         raise ValueError(f"task {name!r} is unknown: choose one of {', '.join(TASK_NAMES)}")
     task, reader, place = TASK_FILES[name], _Reader(), Path(local_copy(str(directory)))

@@ -147,11 +147,7 @@ class GrowingPlan(StreamPlan):
 
     @property
     def num_items_per_epoch(self) -> int | None:
-        """Number of items in one epoch; None until all parts were asked for. It may be refused (`check_num_rows`).
-
-        Raises:
-            TooManyProblemsError: if all parts together hold no item.
-        """
+        """Number of items in one epoch; None until all parts were asked for. It may be refused (`check_num_rows`)."""
         if len(self.known) < self.num_parts:
             return None
         size = sum(map(sum, self.known.values()))

@@ -79,10 +79,6 @@ def prepare_text(
     """Prepare `config.source` in a subdirectory of `root`, or load it if it is already prepared.
 
     The layout must have been made for the same tokenizer. The other arguments are those of `pipelines.prepare.prepare`.
-
-    Raises:
-        FileNotFoundError, ValueError: see `pipelines.archives.list_source` and `load_tokenizer`.
-        TooManyProblemsError: if too many records are unreadable.
     """
     task, not_read = locate_text(config, layout, root)
     manifest = prepare(
