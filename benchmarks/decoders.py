@@ -31,8 +31,8 @@ from benchmarks.product_paths import NUM_NEW_TOKENS, WORDS, check, draw_texts, p
 from jobs.engine.description import markdown_table
 from jobs.scoring.decoders.bench import BenchSettings, BenchWorker, run_bench
 from jobs.scoring.decoders.config import Decoders
+from jobs.scoring.decoders.job import conclusion, figures, plot, table
 from jobs.scoring.decoders.model import SampledText
-from jobs.scoring.decoders.report import conclusion, figures, plot, table
 from jobs.scoring.reward.config import RewardConfig, RewardTemperatureSection
 from jobs.scoring.reward.job import train as train_by_reward
 from jobs.scoring.reward.plan import make_plan

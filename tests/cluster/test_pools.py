@@ -13,8 +13,7 @@ from prediction_support import save_tiny_model, some_texts
 from jobs import analyse, train_reward
 from jobs.scoring.decoders.bench import BenchWorker, run_bench
 from jobs.scoring.decoders.config import Decoders
-from jobs.scoring.decoders.job import resolve_settings
-from jobs.scoring.decoders.report import figures
+from jobs.scoring.decoders.job import figures, resolve_settings
 from jobs.scoring.reward.plan import make_plan
 from jobs.scoring.reward.rollouts import work_here
 from jobs.scoring.reward.trainer import RewardTrainer

@@ -27,9 +27,8 @@ from jobs.scoring.decoders.bench import (
     split_text,
 )
 from jobs.scoring.decoders.config import Decoders
-from jobs.scoring.decoders.job import make_verifier, resolve_settings
+from jobs.scoring.decoders.job import conclusion, figures, frontier, make_verifier, plot, resolve_settings, table
 from jobs.scoring.decoders.model import AUTODECO, PROPER, ROBUST, FrozenModel, MeasuredText, SampledText
-from jobs.scoring.decoders.report import conclusion, figures, frontier, plot, table
 from jobs.scoring.generation.formats import Prompt
 from tempnet.decoders.rules import ConstantTemperature, Mirostat, Shuffled, Warped, temper
 from tests.jobs.scoring.generation_support import VOCABULARY
