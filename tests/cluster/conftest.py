@@ -121,5 +121,5 @@ def reference(ray_head: dict[str, str], home_directory: Path) -> dict[str, Any]:
     """
     with connected(ray_head) as patch:
         patch.chdir(home_directory)
-        run_line(recipe("run")[1], *LANGUAGE_MODEL_OPTIONS)
+        run_line(recipe("run")[3], *LANGUAGE_MODEL_OPTIONS)
     return outcome_of(home_directory, "gpt2-scratch-small")
