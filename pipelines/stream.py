@@ -10,6 +10,7 @@ the same order, and so are all others where Ray is not running. What readers cou
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
-import ray
 
 from pipelines.plan import ShuffleWindow, StreamPlan, rank_places
 from pipelines.store_errors import RETRIES
@@ -115,7 +115,7 @@ class RankStream:
         assert start % self.batch_size == 0
         assert stop % self.batch_size == 0
         segments = self.segments(start, stop)
-        if self.num_readers and ray.is_initialized():
+        if self.num_readers and "ray" in sys.modules and sys.modules["ray"].is_initialized():
             yield from SchedulingThrottle.hold(self._stream(segments))
         else:
             for segment in segments:

@@ -229,7 +229,7 @@ _SAMPLE = re.compile(r"(?:.*/)?data/sample(?:/.*)?")
 # Patterns of the presets' names. A test checks them against the presets, which this package must not import.
 _PRESETS = {
     "sweep": re.compile(r".*-rho-lr(?:-small)?"),
-    "train_lm": re.compile(r"gpt2-(?:scratch|finetune)(?:-small)?|(?:llama[12]-.*)?frozen(?:-small)?"),
+    "train_lm": re.compile(r"gpt2-(?:scratch|finetune|ce)(?:-small)?|(?:llama[12]-.*)?frozen(?:-small)?"),
     "train_clip": re.compile(r"clip-.*"),
     "train_sentences": re.compile(r"declutr-.*"),
     "train_classifier": re.compile(r"triple-entropy.*"),
