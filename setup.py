@@ -26,7 +26,7 @@ class BuildWithJobs(build_py):
         for name in _BESIDE:
             source, target = Path(name), Path(self.build_lib, "tempnet", "_pipeline", name)
             if source.is_dir():
-                shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", ".*"))
             elif source.is_file():
                 shutil.copyfile(source, target)
 
