@@ -175,14 +175,20 @@ class FoldSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClassifierConfig(TrainingConfig):
-    """Configuration of one cell."""
+class _SharedConfig(TrainingConfig):
+    """What a cross-validation and its cells have in common."""
 
     data: LabelledSection
+    model: ClassifierModelSection = field(default_factory=ClassifierModelSection)
+    centers: CentersSection = field(default_factory=CentersSection)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassifierConfig(_SharedConfig):
+    """Configuration of one cell."""
+
     fold: FoldSection
     setting: SettingSection
-    model: ClassifierModelSection
-    centers: CentersSection
 
     def __post_init__(self) -> None:
         TrainingConfig.__post_init__(self)
@@ -203,14 +209,10 @@ class ClassifierConfig(TrainingConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CrossValidationConfig(TrainingConfig):
+class CrossValidationConfig(_SharedConfig):
     """Configuration of the cross-validation of a classifier."""
 
-    data: LabelledSection
-    run: RunSection
-    model: ClassifierModelSection = field(default_factory=ClassifierModelSection)
     grid: GridSection = field(default_factory=GridSection)
-    centers: CentersSection = field(default_factory=CentersSection)
     tracking: TrackingSection = field(default_factory=lambda: TrackingSection(experiment="classifiers"))
 
     def __post_init__(self) -> None:
@@ -244,18 +246,10 @@ class CrossValidationConfig(TrainingConfig):
         return self._cell(run, task, setting, fold)
 
     def _cell(self, run: RunSection, task: str, setting: SettingSection, fold: int) -> ClassifierConfig:
-        return ClassifierConfig(
-            data=with_absolute_paths(self.data),
-            run=run,
-            fold=FoldSection(task=task, num_folds=self.grid.num_folds, fold=fold, keep_model=self.grid.keep_models),
-            setting=setting,
-            model=with_absolute_paths(self.model),
-            centers=self.centers,
-            optimizer=self.optimizer,
-            workers=self.workers,
-            validation=self.validation,
-            tracking=self.tracking,
-        )
+        shared = {item.name: getattr(self, item.name) for item in dataclasses.fields(_SharedConfig)}
+        paths = {"data": with_absolute_paths(self.data), "model": with_absolute_paths(self.model)}
+        place = FoldSection(task=task, num_folds=self.grid.num_folds, fold=fold, keep_model=self.grid.keep_models)
+        return ClassifierConfig(**shared | paths | {"run": run}, fold=place, setting=setting)
 
 
 def soft_triple_config(setting: SettingSection, centers: CentersSection) -> SoftTripleConfig:

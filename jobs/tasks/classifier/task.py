@@ -92,10 +92,8 @@ class ClassifierTask(BaseTask[ClassifierConfig]):
             sums[-1] += F.cross_entropy(logits, labels, reduction="sum")
         counts = self.module.world.sum(sums).tolist()
         confusion = np.array(counts[:-1], dtype=np.int64).reshape(num_classes, num_classes)
-        scores = {
-            "accuracy": float(confusion.trace() / confusion.sum()),
-            "cross_entropy": counts[-1] / float(confusion.sum()),
-        }
+        number = float(confusion.sum())
+        scores = {"accuracy": float(confusion.trace()) / number, "cross_entropy": counts[-1] / number}
         return scores, {"confusion": confusion.tolist()} if with_details else None
 
     def _tensors(self, batch: Batch, device: torch.device) -> dict[str, Tensor]:
@@ -128,12 +126,8 @@ class ClassifierStatistics:
     def of(cls, output: ClassifierOutput, labels: Tensor) -> ClassifierStatistics:
         """Return the statistics of one rank's part of a batch."""
         soft = output["soft_triple"]
-        values = [
-            output["cross_entropy"],
-            0.0 if soft is None else soft,
-            (output["logits"].argmax(-1) == labels).sum(),
-            len(labels),
-        ]
+        num_right = (output["logits"].argmax(-1) == labels).sum()
+        values = [output["cross_entropy"], 0.0 if soft is None else soft, num_right, len(labels)]
         return cls(torch.tensor(list(map(float, values)), dtype=torch.float64, device=labels.device), soft is not None)
 
     def summary(self) -> dict[str, float]:

@@ -45,7 +45,7 @@ FREE_IN_EVERY_RUN = {
     *(f"run.{name}" for name in ("storage", "prepared", "export", "grace_seconds", "max_stall_minutes",
                                  "checkpoint_every", "log_every", "num_checkpoints_kept", "max_restarts",
                                  "max_wait_minutes")),
-    *(f"workers.{name}" for name in ("num_workers", "cpus_per_worker", "placement", "memory_gib", "compile")),
+    *(f"workers.{name}" for name in ("num_workers", "cpus_per_worker", "placement", "memory_gib", "compile", "local")),
     *(f"tracking.{name}" for name in ("uri", "enabled", "optional", "preset", "paper", "system_metrics", "max_model_gib")),
 }  # fmt: skip
 FREE_WITH = {
