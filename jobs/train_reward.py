@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 import tyro
 
-from jobs.engine.command_line import FAILED, as_typed, exit_interrupted, fail, refusals_on_one_line, run_job
+from jobs.engine.command_line import as_typed, exit_interrupted, refusals_on_one_line, run_job
+from jobs.scoring.command import ending_in_one_line
 from jobs.scoring.reward.config import RewardConfig
 
 
@@ -30,17 +31,13 @@ def main(arguments: Sequence[str]) -> int:
     # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
     from jobs.engine.tracking import where_to_browse
     from jobs.scoring.reward.job import describe_run, train_reward
-    from jobs.scoring.reward.trainer import NoRewardError
 
     try:
-        if dry_run:
-            print(describe_run(config))
-            return 0
-        outcome = train_reward(config)
-    except (ValueError, OSError) as error:
-        fail(str(error))
-    except NoRewardError as error:
-        fail(str(error), FAILED)
+        with ending_in_one_line():
+            if dry_run:
+                print(describe_run(config))
+                return 0
+            outcome = train_reward(config)
     except KeyboardInterrupt:
         exit_interrupted(config.run.directory)
     print(

@@ -17,15 +17,15 @@ Config = TypeVar("Config", bound=EvaluationConfig)
 
 @contextmanager
 def ending_in_one_line() -> Iterator[None]:
-    """End the job with a message of one line and status 2 if the block refuses something, and status 1 if units fail."""
-    from jobs.scoring.units import ScoringFailedError
+    """End the job in one line, with status 2 if the block refuses something and 1 if units fail or a verifier always does."""
+    from jobs.scoring.units import NoRewardError, ScoringFailedError
     from pipelines.problems import TooManyProblemsError
 
     try:
         yield
     except (ValueError, OSError, TooManyProblemsError) as error:
         fail(str(error))
-    except ScoringFailedError as error:
+    except (ScoringFailedError, NoRewardError) as error:
         fail(str(error), FAILED)
 
 

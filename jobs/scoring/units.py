@@ -62,6 +62,10 @@ class ScoringFailedError(RuntimeError):
         """The table of all results that could be computed; empty if there is none."""
 
 
+class NoRewardError(RuntimeError):
+    """No text of a step got a reward: the verifier fails for all of them, and nothing can be learned."""
+
+
 @dataclass(frozen=True, slots=True)
 class UnitStore:
     """Files of finished units in a directory at a path or URI. A file exists only if it is whole.

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,6 +23,7 @@ from jobs.engine.command_line import as_typed
 from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.headroom.job import Question
 from jobs.scoring.headroom.tables import end_losses, measured_table
+from jobs.scoring.models import model_labels
 from jobs.scoring.temperatures.texts import TokenReader
 from jobs.scoring.text_parts import (
     Part,
@@ -196,7 +196,7 @@ class TextMeasurement:
         settings = self.settings
         is_fp32 = settings.precision == "fp32"
         options = {
-            "run.name": f"{Path(settings.model).name or 'model'}-tempnet",
+            "run.name": f"{model_labels([settings.model])[0]}-tempnet",
             "model.path": settings.model,
             "data.train": settings.source,
             "data.validation": "",

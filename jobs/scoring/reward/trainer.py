@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from jobs.scoring.reward.plan import CONSTANTS, ROUNDS, RewardPlan, make_network, start_at
 from jobs.scoring.reward.rollouts import Answer, Order, RunOrders, Temperature, gain
+from jobs.scoring.units import NoRewardError
 from pipelines.storage import exists, read_bytes, write_bytes
 from tempnet.controllers import KLController, divergence_of_success
 from tempnet.network import TempNet
@@ -41,10 +42,6 @@ _DECAY_SHARE = 0.2
 _BETAS = (0.9, 0.98)
 # First numbers of the steps whose texts nothing learns from; each goes down from there.
 _FIRST_CONSTANT, _FIRST_CHOICE = -1001, -2001
-
-
-class NoRewardError(RuntimeError):
-    """No text of a step got a reward: the verifier fails for all of them, and nothing can be learned."""
 
 
 class RewardTrainer:

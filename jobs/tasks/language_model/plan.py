@@ -89,7 +89,7 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
         return describe_plan(
             config,
             about={
-                "loss": f"{config.temperature.loss}, {self._describe_rho()}, {self._describe_range()}",
+                "loss": f"{config.temperature.loss}, {self._describe_temperatures()}",
                 "documents": f"read after {start!r}; the end, {self.tokenizer.eos_token!r}, is {end}",
                 "batch": f"{config.optimizer.batch_size} blocks × {config.data.context_length} = {tokens} tokens: "
                 f"{config.workers.max_workers} workers × {config.num_accumulation_steps} micro-batches × "
@@ -105,6 +105,20 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
             memory=self.memory,
         )
 
+    def _describe_temperatures(self) -> str:
+        settings = self.config.temperature
+        of_teacher = self.config.is_distilled and self.config.distillation.keep == "entropy"
+        parts = []
+        if of_teacher or settings.has_free_tau or settings.kind.objective == "robust":
+            parts.append(self._describe_rho())
+        if of_teacher or settings.has_free_tau:
+            parts.append(self._describe_range())
+        elif self.config.is_distilled:
+            parts.append(f"predictions of the teacher at τ = {settings.tau:g}")
+        else:
+            parts.append(f"τ = {1.0 if settings.kind.temperature == 'one' else settings.tau:g} for every token")
+        return ", ".join(parts)
+
     def _describe_range(self) -> str:
         low, high = self.config.temperature.tau_range
         if self.config.has_measured_range:
@@ -113,8 +127,6 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
 
     def _describe_rho(self) -> str:
         settings = self.config.temperature
-        if self.config.is_distilled and self.config.distillation.keep == "temperature":
-            return f"predictions of the teacher at τ = {settings.tau:g}"
         if settings.loss == "proper":
             return "no ρ: every token is asked for the entropy that its own cross-entropy shows to be right"
         if self.rho is None:

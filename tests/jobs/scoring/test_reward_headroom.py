@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from scipy import stats
 
 from jobs import calibrate
+from jobs.scoring.command import ending_in_one_line
 from jobs.scoring.headroom.config import RewardHeadroom
 from jobs.scoring.headroom.rewards import Rewards, conclude, measure, plan_of, table
 from jobs.scoring.reward.rollouts import work_here
@@ -68,7 +70,9 @@ def test_prompts_that_want_different_constants_are_worth_one_each() -> None:
 def test_a_rule_is_measured_once_and_its_temperatures_are_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "length_rewards.py").write_text("def by_length(sample): return min(1.0, len(sample['text']) / 40)\n")
+    (tmp_path / "length_rewards.py").write_text(
+        "def by_length(sample): return min(1.0, len(sample['text']) / 40)\nnever = len\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("def", "x", "class", "for")))
@@ -93,6 +97,11 @@ def test_a_rule_is_measured_once_and_its_temperatures_are_used(
     assert len(found["rewards"]) == 35
     shown = table(conclude(found["rewards"], found, least_gain=0.01), config)
     assert "to learn it: python -m jobs.train_reward --model" in shown
+    lost = plan_of(replace(config, verifier=VerifierSection(name="length_rewards:never")))
+    with work_here(lost) as work, pytest.raises(SystemExit, match="1"), ending_in_one_line():
+        measure(lost, work, UnitStore(str(tmp_path / "lost")))
+    *_, said = capsys.readouterr().err.splitlines()
+    assert said.startswith("error: verifier.name = length_rewards:never gave no text of a step a reward")
     options = f"--model {config.model} --prompts {prompts} --max-new-tokens 4 --verifier.name no-such".split()
     with pytest.raises(SystemExit):
         calibrate.main(["headroom", *options])

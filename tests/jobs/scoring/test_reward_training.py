@@ -25,7 +25,8 @@ from jobs.scoring.reward.config import LeashSection, RewardConfig, RewardTempera
 from jobs.scoring.reward.job import compare_temperatures, export, table, train, verdict
 from jobs.scoring.reward.plan import CONSTANTS, ROUNDS, RewardPlan, make_plan
 from jobs.scoring.reward.rollouts import Answer, Order, RolloutWorker, work_here
-from jobs.scoring.reward.trainer import NoRewardError, RewardTrainer
+from jobs.scoring.reward.trainer import RewardTrainer
+from jobs.scoring.units import NoRewardError
 from jobs.scoring.verifiers.verifier import VerifierSection
 from jobs.tasks.language_model.config import TemperatureSection
 from pipelines.text.tokenization import load_tokenizer

@@ -327,6 +327,7 @@ def test_what_the_documents_are_too_few_for_is_refused(options: str, message: st
             LANGUAGE_MODEL,
             ["16 blocks × 128 = 2048 tokens: 2 workers × 1 micro-batches × 8 blocks", "target entropy 2.0000"],
         ),
+        (make_text_plan, f"{LANGUAGE_MODEL} --temperature.loss ce", [" ce, τ = 1 for every token\n"]),
         (
             make_pair_plan,
             PAIRS,
