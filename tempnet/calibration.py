@@ -131,7 +131,7 @@ class Share:
 
 def share_of_range(tau: Tensor, config: TempNetConfig) -> Tensor:
     """Return the relative positions σ of temperatures that a network in eval mode predicted."""
-    tau_max = config.tau_max if config.tau_max_eval is None else config.tau_max_eval
+    tau_max = config.inference_tau_max
     return (tau - config.tau_min) / (tau_max - config.tau_min)
 
 

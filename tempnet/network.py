@@ -180,7 +180,7 @@ class TempNet(nn.Module):
     def _temperature(self, v: Tensor) -> Tensor:
         """Return τ (...,) for the transformed input v; in eval mode τ_max_eval takes the place of τ_max."""
         config, score = self.config, self._pool(self.prototype_scores(v))
-        tau_max = config.tau_max if self.training or config.tau_max_eval is None else config.tau_max_eval
+        tau_max = config.tau_max if self.training else config.inference_tau_max
         return (tau_max - config.tau_min) * torch.sigmoid(score) + config.tau_min
 
     def _pool(self, u: Tensor) -> Tensor:
@@ -286,7 +286,7 @@ def model_card(network: TempNet, repository: str, base_model: str) -> str:
     header = ["---", "library_name: tempnet", "tags: [tempnet, temperature]"]
     if base_model:
         header.append(f"base_model: {base_model}")
-    tau_max = config.tau_max if config.tau_max_eval is None else config.tau_max_eval
+    tau_max = config.inference_tau_max
     base, unit = base_model or "BASE_MODEL", "image or text" if config.kind == "embeddings" else "token"
     usage = (
         "from tempnet import TempNet\n\n"

@@ -92,6 +92,11 @@ class TempNetConfig(TempNetOptions):
     dropout: float = 0.0
     """Dropout probability after the transform, in training only (the published LLaMA-2 networks: 0.5)."""
 
+    @property
+    def inference_tau_max(self) -> float:
+        """τ_max outside training: `tau_max_eval`, or `tau_max` where it is None."""
+        return self.tau_max if self.tau_max_eval is None else self.tau_max_eval
+
     def __post_init__(self) -> None:
         for name in ("input_size", "hidden_size", "num_prototypes"):
             if getattr(self, name) < 1:

@@ -77,8 +77,7 @@ class BatchTemperatures:
     @property
     def tau_max(self) -> float:
         """The TempNet's own τ_max for inference."""
-        config = self.tempnet.config
-        return config.tau_max if config.tau_max_eval is None else config.tau_max_eval
+        return self.tempnet.config.inference_tau_max
 
     def check_logits(self, num_logits: int) -> None:
         """Check that a model's logits are enough for the TempNet; additional ones are padding.

@@ -86,7 +86,7 @@ def search_tau_max(job: TauMax, network: TempNet, temperatures_of_texts: Callabl
     print(f"{'round':>6}{'τ_max':>10}{'mean τ':>10}{'pooled: next τ_max':>22}{'± mean τ':>12}")
     shares: list[Tensor] = []
     for number in range(1, job.max_rounds + 1):
-        now = network.config.tau_max if network.config.tau_max_eval is None else network.config.tau_max_eval
+        now = network.config.inference_tau_max
         texts = temperatures_of_texts(job.seed + number)
         new_shares = [share_of_range(text, network.config) for text in texts]
         # The texts of the first round are not pooled: they were generated with a τ_max that may be far from the result.

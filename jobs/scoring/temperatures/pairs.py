@@ -111,9 +111,7 @@ def resolve_settings(config: PredictPairTemperaturesConfig) -> PairPredictionSet
         images=images,
         model=model,
         tempnet=absolute_path(tempnet),
-        tau_ranges=tuple(
-            (size.tau_min, size.tau_max if size.tau_max_eval is None else size.tau_max_eval) for size in sizes
-        ),
+        tau_ranges=tuple((size.tau_min, size.inference_tau_max) for size in sizes),
         tempnet_digests=tuple(map(tempnet_digest, networks)),
     )
 

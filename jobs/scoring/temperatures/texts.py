@@ -111,7 +111,7 @@ def model_settings(config: PredictTemperaturesConfig) -> PredictionSettings:
         with_entropy=config.with_entropy,
         per_token=config.per_token,
         tau_min=network.config.tau_min,
-        tau_max=network.config.tau_max if network.config.tau_max_eval is None else network.config.tau_max_eval,
+        tau_max=network.config.inference_tau_max,
         tempnet_digest=tempnet_digest(network),
     )
 
