@@ -33,7 +33,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--cached",
         "--others",
         "--exclude-standard",
-        "*.py",
+        "setup.py",
+        "tempnet",
+        "jobs",
+        "pipelines",
         "infra",
         "pyproject.toml",
         "requirements.lock",
@@ -102,6 +105,7 @@ def metadata_of(wheel: Path) -> dict[str, list[str]]:
 def test_the_wheel_holds_the_library_and_the_jobs_below_it(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name and name.endswith(".py")}
+        assert "tempnet/_pipeline/jobs/studies/reproduction/experiments.yaml" in archive.namelist()
     at = {"tempnet": "tempnet", "jobs": "tempnet/_pipeline/jobs", "pipelines": "tempnet/_pipeline/pipelines"}
     assert names == {
         f"{place}/{path.relative_to(ROOT / room)}" for room, place in at.items() for path in (ROOT / room).rglob("*.py")
