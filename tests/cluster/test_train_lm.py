@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from language_model_support import history, models_of
 from mlflow import MlflowClient
 from readme_support import lines_like, run_line
 from safetensors.torch import load_file
-from support import outcome_of
+from support import ROOT, outcome_of
 from transformers import AutoModelForCausalLM
 
 from jobs import train_lm
@@ -103,7 +104,7 @@ def test_a_tempnet_is_trained_on_a_frozen_base_in_bf16(
     # In one process without Ray, none of which is at this address, the run is the same to the bit.
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     words = [*shlex.split(line)[1:], *options, "--workers.local", "--run.name=alone"]
-    subprocess.run([sys.executable, *words], cwd=home, check=True)
+    subprocess.run([sys.executable, *words], cwd=home, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
     alone = outcome_of(home, "alone")
     assert history(alone, "train/loss") == losses
     assert (alone["validation"], alone["batches_digest"]) == (outcome["validation"], outcome["batches_digest"])
@@ -133,7 +134,8 @@ def test_a_tempnet_is_trained_on_a_frozen_base_in_bf16(
 def files_of(home: Path, name: str) -> list[str]:
     """Return what is in the directory of a run, without what Ray Train itself notes there."""
     run = home / "runs" / name
-    return sorted(str(file.relative_to(run)) for file in run.rglob("*") if "snapshot" not in file.name)
+    files = [file for file in run.rglob("*") if "snapshot" not in file.name and not file.name.startswith(".")]
+    return sorted(str(file.relative_to(run)) for file in files)
 
 
 def test_an_export_is_made_of_a_checkpoint(home: Path, reference: dict[str, Any]) -> None:
