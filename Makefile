@@ -14,7 +14,7 @@ VLLM_PYTHON ?= python3.11
 TORCHAO := 0.18.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-unit test-cluster test-quantised test-serving lint style types format lock audit wheel mlflow mlflow-team bench docs clean
+.PHONY: help setup run test test-all test-unit test-cluster test-quantised test-serving lint style types format lock audit wheel mlflow mlflow-team bench gpu-check docs clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -127,6 +127,9 @@ bench: setup  ## Ratios of benchmarks/README.md: losses beside peers, steps, dec
 	$(BIN)/python -m benchmarks.object_store
 	$(BIN)/python -m benchmarks.band_search
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m benchmarks.train_lm
+
+gpu-check: setup  ## On a machine with a GPU: tokens/s and MFU of GPT-2 124M, eager and compiled, dense mask and FlexAttention, with and without a TempNet
+	$(RUN) benchmarks.train_step --gpu-check
 
 docs: .venv-docs/.ready  ## Build the documentation site in site/, warnings as errors; open site/index.html
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet

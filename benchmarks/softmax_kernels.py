@@ -2,8 +2,9 @@
 
     .venv/bin/python -m benchmarks.softmax_kernels [--num-tokens 8192] [--hidden-size 2048] [--vocab-size 128256]
 
-All forms compute the gradients of the mean loss for hidden states and weight, in bfloat16. Our kernels support a
-temperature for every token (and optionally the statistics at τ = 1); the others support τ = 1 only. `liger` and
+All forms compute the gradients of the mean loss for hidden states and weight, in bfloat16. Our kernels take a
+temperature for every token (and optionally the statistics at τ = 1); the others would take hidden states divided by it, and
+are measured at τ = 1. `liger` and
 `cut-cross-entropy` are measured if they can be imported. Memory is the growth of the allocator's peak over its value at
 the start of the step, gradients included.
 """

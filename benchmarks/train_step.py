@@ -5,10 +5,18 @@
 The shape is that of `train_lm gpt2-scratch` (12 layers, width 768, 50 257 tokens padded to 50 304, d1 = d2 = 256), with
 random weights and tokens. A step is forward, backward, clipping and AdamW. The `materialized` forms compute all logits,
 as the papers' code does.
+
+    .venv/bin/python -m benchmarks.train_step --gpu-check      (`make gpu-check`)
+
+measures the step of one GPU at the preset's 32 × 1 024 tokens, in packed documents: transformer blocks eager and compiled,
+documents kept apart by a dense mask and by FlexAttention, plain cross-entropy and the robust loss with its TempNet. The rows
+of a loss begin with the same weights and tokens, so that their first losses must agree. Without a GPU it says so and ends.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,15 +24,19 @@ from typing import Literal
 
 import torch
 import tyro
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.measure import print_setting, print_table, ratios, spread
+from jobs.engine.hardware import peak_flops_per_second
 from jobs.studies.reproduction.direct import time_in_turn, training_step
 from tempnet import TempNet, TempNetConfig
-from tempnet.models.causal_lm import TemperatureCausalLM
+from tempnet.models.causal_lm import TemperatureCausalLM, compile_blocks
+from tempnet.models.packing import FLEX
 from tempnet.softmax.config import TemperatureLossConfig
 
 VOCAB_SIZE, NUM_LOGITS = 50_257, 50_304
+# Loss, and whether all logits are computed, by form.
 FORMS = {
     "ce": ("ce", False),
     "dro + TempNet": ("dro", False),
@@ -47,10 +59,14 @@ class Arguments:
     rho: float = 7.0
     forms: tuple[str, ...] = ("ce", "dro + TempNet")
     """Forms to measure: ce; dro + TempNet; and either with `, materialized`."""
+    gpu_check: bool = False
+    """Measure both losses on a GPU at 32 × 1 024 tokens, eager and compiled, with a dense mask and with FlexAttention."""
 
 
-def make_step(name: str, arguments: Arguments) -> Callable[[], None]:
-    """Return a function that does one optimizer step of a form."""
+def make_module(
+    name: str, arguments: Arguments, attention: str
+) -> tuple[TemperatureCausalLM, tuple[Tensor, Tensor, Tensor]]:
+    """Return the model of a form, and a batch: tokens, positions and targets (B, T)."""
     torch.manual_seed(0)
     loss, materialize = FORMS[name]
     config = AutoConfig.for_model(
@@ -58,7 +74,7 @@ def make_step(name: str, arguments: Arguments) -> Callable[[], None]:
     )
     network = TempNet(TempNetConfig.for_logits(VOCAB_SIZE, rho=arguments.rho)) if loss == "dro" else None
     module = TemperatureCausalLM(
-        AutoModelForCausalLM.from_config(config, attn_implementation=arguments.attention),
+        AutoModelForCausalLM.from_config(config, attn_implementation=attention),
         network,
         TemperatureLossConfig(name=loss, rho=arguments.rho),
         vocab_size=VOCAB_SIZE,
@@ -67,12 +83,68 @@ def make_step(name: str, arguments: Arguments) -> Callable[[], None]:
     )
     shape = (arguments.batch_size, arguments.sequence_length)
     ids, targets = torch.randint(VOCAB_SIZE, (2, *shape))
-    positions = torch.arange(arguments.sequence_length).expand(shape)
-    return training_step(module, ids, positions, targets)
+    places = torch.arange(arguments.sequence_length).expand(shape)
+    if not arguments.gpu_check:
+        return module, (ids, places, targets)
+    # A document begins at every 300th token or so, in other places in every row.
+    starts = (torch.rand(shape) < 1 / 300).long() * places
+    return module, (ids, places - starts.cummax(-1).values, targets)
+
+
+def make_step(name: str, arguments: Arguments) -> Callable[[], None]:
+    """Return a function that does one optimizer step of a form."""
+    module, batch = make_module(name, arguments, arguments.attention)
+    return training_step(module, *batch)
+
+
+def gpu_check(arguments: Arguments) -> None:
+    """Measure the steps on the GPU and print the card and, by form, tokens/s, their share of its peak, and the ratios."""
+    if not torch.cuda.is_available():
+        print("gpu-check: PyTorch finds no GPU on this machine, so that there is nothing to measure")
+        return
+    device = torch.device("cuda")
+    peak = peak_flops_per_second(device)
+    print(f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}")
+    print_setting(arguments, "torch", "transformers", "triton")
+    rows = []
+    for attention, compiled in itertools.product(("sdpa", FLEX), (False, True)):
+        kinds = ["flex" if attention == FLEX else "dense", "compiled" if compiled else "eager"]
+        rows += measure_forms(arguments, attention, kinds, device, peak)
+        torch.cuda.empty_cache()
+    print_table(["loss", "mask", "blocks", "tokens/s", "MFU at 6N", f"of {arguments.forms[0]}", "first loss"], rows)
+
+
+def measure_forms(
+    arguments: Arguments, attention: str, kinds: list[str], device: torch.device, peak: float | None
+) -> list[list[str]]:
+    """Return a row of the table for every form, measured in turn with one kind of mask and of blocks."""
+    losses: dict[str, float] = {}
+    steps = {}
+    for name in arguments.forms:
+        module, batch = make_module(name, arguments, attention)
+        module.to(device)
+        if "compiled" in kinds:
+            compile_blocks(module.base)
+        ids, positions, targets = (tensor.to(device) for tensor in batch)
+        with torch.no_grad():
+            losses[name] = float(module(ids, positions, targets)["loss"])
+        steps[name] = training_step(module, ids, positions, targets)
+    num_base = sum(weights.numel() for weights in module.base.parameters())
+    seconds = time_in_turn(steps, arguments.num_rounds)
+    rows = []
+    for name, values in seconds.items():
+        speed = arguments.batch_size * arguments.sequence_length / statistics.median(values)
+        used = f"{6 * num_base * speed / peak:.1%}" if peak else "unknown"
+        ratio = spread(ratios(values, seconds[arguments.forms[0]]))
+        rows.append([name, *kinds, f"{speed:,.0f}", used, ratio, f"{losses[name]:.4f}"])
+    return rows
 
 
 def main(arguments: Arguments) -> None:
     """Run the benchmark and print the results."""
+    if arguments.gpu_check:
+        gpu_check(dataclasses.replace(arguments, batch_size=32, sequence_length=1024, precision="bf16"))
+        return
     torch.set_num_threads(arguments.num_threads)
     print_setting(arguments, "torch", "transformers")
     seconds = time_in_turn({name: make_step(name, arguments) for name in arguments.forms}, arguments.num_rounds)

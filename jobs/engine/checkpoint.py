@@ -227,6 +227,11 @@ def load_checkpoint(
             )
             if is_divided:
                 load_moments(engine, directory / _TAG, read, num_writers=num_writers)
+    # Fused AdamW counts steps on the device of the weights; a checkpoint may have been read or written on the CPU.
+    for optimizer, _ in _optimizers(engine):
+        for weights, moments in getattr(optimizer, "optimizer", optimizer).state.items():
+            if "step" in moments:
+                moments["step"] = moments["step"].to(weights.device)
     load_more(directory, num_writers)
 
 

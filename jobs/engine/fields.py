@@ -29,6 +29,11 @@ def added_later(value: Any) -> dict[str, Any]:
     return {"value_before": value}
 
 
+def recorded_as(**values: str) -> dict[str, Any]:
+    """Return the metadata of a field with values that identify a run as other values do, which are equal up to rounding."""
+    return {"recorded_as": values}
+
+
 def stands_for(name: str) -> dict[str, str]:
     """Return the metadata of a field that can leave its value to the machine where a run starts.
 

@@ -99,7 +99,7 @@ def fixed_values(config: Any) -> dict[str, Any]:
     value that earlier runs stand for. Secrets in URIs are masked, so that they are not recorded and may be renewed.
     """
     return {
-        name: masked(value)
+        name: masked(metadata.get("recorded_as", {}).get(value, value) if isinstance(value, str) else value)
         for name, value, metadata in flat_fields(config)
         if not metadata.get("is_free_to_change", False) and metadata.get("value_before", _NO_VALUE) != value
     }

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from jobs.engine.config import OptimizerSection, TrainingConfig
 from jobs.engine.curves import draw_curves, draw_histogram
@@ -375,6 +375,12 @@ def base_and_tempnet_groups(
 def autocast_dtype(config: TrainingConfig) -> torch.dtype | None:
     """Return the autocast dtype of a model's matrix products; None for float32."""
     return torch.bfloat16 if config.workers.resolved_precision == "bf16" else None
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Copy a part of a batch to the device; to a GPU from pinned memory, so that the copy waits for no earlier step."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def count_parameters(*modules: nn.Module | None) -> int:

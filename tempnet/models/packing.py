@@ -11,11 +11,32 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.integrations.flex_attention import flex_attention_forward
+from transformers.masking_utils import flex_attention_mask
+
+FLEX = "packed_flex"
+"""Name of Transformers' FlexAttention for every model that takes its attention from Transformers' interface.
+
+Transformers allows its own name for it, flex_attention, only to the models that declare it, and GPT-2 does not.
+"""
+AttentionInterface.register(FLEX, flex_attention_forward)
+AttentionMaskInterface.register(FLEX, flex_attention_mask)
+
+# Side of the blocks that FlexAttention skips or computes, in tokens: that of its kernels by default.
+_BLOCK = 128
 
 # Sizes of the test: the documents are longer than the attention window.
 _LENGTHS, _WINDOW, _VOCABULARY, _NUM_HEADS = (7, 9), 4, 64, 2
@@ -41,7 +62,14 @@ def takes_document_mask(model: PreTrainedModel) -> bool:
     is not causal, ValueError is raised.
     """
     reason = ""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.device("cpu"),
+        torch.no_grad(),
+        torch.compiler.set_stance("force_eager"),  # FlexAttention would be compiled for the CPU
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # FlexAttention says that it is slow without a compiler
         torch.default_generator.manual_seed(0)
         try:
             small = small_model(model)
@@ -72,12 +100,14 @@ def takes_document_mask(model: PreTrainedModel) -> bool:
     )
 
 
-def document_mask(position_ids: Tensor, attention: str = "sdpa") -> Tensor:
+def document_mask(position_ids: Tensor, attention: str = "sdpa") -> Tensor | BlockMask:
     """Return a mask (B, 1, T, T) that allows only causal attention within the same document.
 
     It is boolean, or for eager attention, which adds the mask to the scores, 0 where attention is allowed and the lowest
-    float32 elsewhere. Positions (B, T) restart at 0 with every document.
+    float32 elsewhere. For FlexAttention it is a :func:`block_mask`. Positions (B, T) restart at 0 with every document.
     """
+    if attention == FLEX:
+        return block_mask(position_ids)
     document = (position_ids == 0).cumsum(-1)
     same = document.unsqueeze(-1) == document.unsqueeze(-2)
     num_tokens = position_ids.shape[-1]
@@ -85,6 +115,42 @@ def document_mask(position_ids: Tensor, attention: str = "sdpa") -> Tensor:
     mask = (same & causal).unsqueeze(1)
     if attention == "eager":
         return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
+    return mask
+
+
+def block_mask(position_ids: Tensor) -> BlockMask:
+    """Return the mask of :func:`document_mask` for FlexAttention, which holds (T/128)² numbers instead of T².
+
+    Documents are contiguous, so that the first and the last document of a block of 128 tokens say which blocks of keys a
+    block of queries attends to wholly, in part, or not at all. Nothing waits for the device.
+    """
+    document = (position_ids == 0).cumsum(-1)
+    num_tokens = position_ids.shape[-1]
+    num_blocks = -(-num_tokens // _BLOCK)
+    filler = document[:, -1:].expand(-1, num_blocks * _BLOCK - num_tokens)
+    blocks = torch.cat([document, filler], -1).unflatten(-1, (num_blocks, _BLOCK))
+    first, last = blocks[..., 0], blocks[..., -1]
+    diagonal = torch.eye(num_blocks, dtype=torch.bool, device=document.device)
+    # Keys that come earlier share a document with the queries if their last one is the queries' first.
+    meets = torch.ones_like(diagonal).tril(-1) & (first.unsqueeze(-1) == last.unsqueeze(-2))
+    is_whole = meets & (last.unsqueeze(-1) == first.unsqueeze(-2))
+
+    def allows(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (document[batch, query] == document[batch, key])
+
+    def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the number of chosen blocks of keys of every block of queries, and all blocks, these first."""
+        order = chosen.int().sort(dim=-1, descending=True, stable=True).indices
+        return chosen.sum(-1, dtype=torch.int32).unsqueeze(1), order.int().unsqueeze(1)
+
+    mask = BlockMask.from_kv_blocks(
+        *listed((meets & ~is_whole) | diagonal),
+        *listed(is_whole),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=allows,
+        seq_lengths=(num_tokens, num_tokens),
+    )
+    mask.ndim = 4  # type: ignore[attr-defined]  # Transformers' GPT-2 asks every mask for it.
     return mask
 
 

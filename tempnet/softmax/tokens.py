@@ -353,7 +353,8 @@ def _add_group(
         logits_scale = loss.add(part, targets, tau, prediction, at_tau, at_one, row_weights)
         if loss.needs_logits_grad:
             gradient = work  # The probabilities p.
-            if not bool((logits_scale == 1).all()):
+            # Saves a pass over the logits on CPUs; on a GPU the answer would have to be waited for.
+            if logits_scale.is_cuda or not bool((logits_scale == 1).all()):
                 gradient.mul_(logits_scale.unsqueeze(-1))
             gradient.scatter_add_(-1, safe_targets, -logits_scale.unsqueeze(-1))
             if cap_slope is not None:

@@ -96,7 +96,7 @@ def _find_device(config: LanguageModelConfig) -> torch.device:
 def training_step(module: nn.Module, ids: Tensor, positions: Tensor, targets: Tensor) -> Callable[[], None]:
     """Returns a function that does one step: forward, backward, clipping and AdamW, always with the same batch."""
     # The same optimiser as in `jobs.engine.deepspeed_engine`.
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5, fused=None if ids.is_cuda else True)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5, fused=True)
 
     def step() -> None:
         module(ids, positions, targets)["loss"].backward()

@@ -15,7 +15,7 @@ from torch import Tensor
 from jobs.engine.export import open_export
 from jobs.engine.hardware import worker_device
 from jobs.engine.task import ParameterGroup, StepResult, trainable
-from jobs.tasks.base import BaseTask
+from jobs.tasks.base import BaseTask, to_device
 from jobs.tasks.classifier.config import ClassifierConfig
 from jobs.tasks.classifier.data import build_model, read_fold
 from pipelines.plan import StreamPlan
@@ -148,4 +148,4 @@ def sentence_tensors(batch: Batch, device: torch.device, *, with_padding: bool, 
     names = ("input_ids", "token_type_ids") if with_types else ("input_ids",)
     arrays: Batch = {name: batch[name][:, :width] for name in names if name in batch}
     arrays |= {"attention_mask": np.arange(width) < lengths[:, None], "labels": batch["labels"]}
-    return {name: torch.from_numpy(array.astype(np.int64)).to(device) for name, array in arrays.items()}
+    return {name: to_device(array.astype(np.int64), device) for name, array in arrays.items()}

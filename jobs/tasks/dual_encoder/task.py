@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from jobs.tasks.base import (
     MembersTask,
     base_and_tempnet_groups,
     num_stored_readers,
+    to_device,
 )
 from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.dual_encoder.data import add_loss, build_encoder, pair_source, random_pairs
@@ -293,7 +293,7 @@ def export_encoder(encoder: DualEncoder, loss: ContrastiveLoss, tokenizer: PreTr
 
 def tensors_of(batch: Batch, device: torch.device) -> dict[str, Tensor]:
     """Return the arrays of a batch that the module reads as tensors."""
-    return {name: torch.from_numpy(np.ascontiguousarray(batch[name])).to(device) for name in _FIELDS if name in batch}
+    return {name: to_device(batch[name], device) for name in _FIELDS if name in batch}
 
 
 def inputs_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from jobs.engine.fields import (
     check_not_negative,
     check_positive,
     check_share,
+    recorded_as,
     stands_for,
     values_of,
 )
@@ -260,8 +261,10 @@ class ModelSection:
     """Number of attention heads of a random base model. Ignored if path is given."""
     dropout: float = 0.0
     """Dropout probability of a random base model; only for the architecture gpt2. Ignored if path is given."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """Attention implementation of Transformers. `eager` is the faster one for short contexts on CPUs."""
+    attention: Literal["auto", "sdpa", "flex", "eager"] = field(default="auto", metadata=recorded_as(auto="sdpa"))
+    """Attention implementation of Transformers. flex: FlexAttention, which keeps packed documents apart without a mask of
+    context_length² numbers; a base that is trained needs a GPU for it. sdpa takes that mask, and `eager` is faster for
+    short contexts on CPUs. auto: flex on GPUs if the base supports it, else sdpa."""
     trust_remote_code: bool = False
     """Allow Transformers to run code that comes with the model."""
     precision: Literal["int8", "fp8"] | None = field(default=None, metadata=added_later(None))
@@ -338,6 +341,8 @@ class LanguageModelConfig(TrainingConfig):
                 f"model.num_gpus = {self.model.num_gpus} must be 1, or more with workers.use_gpu and model.device_map = "
                 "auto: a base that is not spread uses one GPU"
             )
+        if self.model.attention == "flex":
+            self._check_flex()
         if self.model.features:
             self._check_features()
         if self.model.precision:
@@ -366,6 +371,20 @@ class LanguageModelConfig(TrainingConfig):
             raise ValueError(
                 "distillation.keep = 'entropy' needs temperature.target_entropy or temperature.rho: the entropy of the "
                 "teacher's predictions"
+            )
+
+    def _check_flex(self) -> None:
+        held = "model.attention = 'flex'"
+        if not (self.workers.use_gpu or self.model.is_frozen):
+            raise ValueError(f"{held} has no backward pass on CPUs: choose auto, sdpa or eager, or workers.use_gpu")
+        if self.data.attend_across_documents:
+            raise ValueError(
+                f"{held} keeps packed documents apart, which data.attend_across_documents = True does not want: choose sdpa"
+            )
+        if self.is_distilled or self.model.device_map:
+            raise ValueError(
+                f"{held} is for one base on one device, without a teacher (distillation.teacher) and model.device_map: "
+                "choose auto or sdpa"
             )
 
     def _check_features(self) -> None:
@@ -415,6 +434,15 @@ class LanguageModelConfig(TrainingConfig):
                 "model.freeze = True (the default with a model.path) leaves nothing to train with "
                 f"temperature.loss = {self.temperature.loss!r}: choose dro, proper or ts_ce, or model.freeze False"
             )
+
+    @property
+    def tries_flex(self) -> bool:
+        """Whether FlexAttention is used if the base supports it."""
+        model = self.model
+        is_left_to_device = model.attention == "auto" and self.workers.use_gpu and not model.device_map
+        return model.attention == "flex" or (
+            is_left_to_device and not (self.data.attend_across_documents or self.is_distilled)
+        )
 
     @property
     def base_precision(self) -> str:

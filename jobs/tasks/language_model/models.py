@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
@@ -30,13 +31,15 @@ from tempnet.devices import bytes_saved, constant_weights, hold_constant, loadin
 from tempnet.distillation import DistilledCausalLM, TeacherTemperature
 from tempnet.models.causal_lm import NUM_PROFILED_LOGITS, TemperatureCausalLM, compile_blocks
 from tempnet.models.output_head import StoredBase
-from tempnet.models.packing import document_mask, takes_document_mask
+from tempnet.models.packing import FLEX, document_mask, takes_document_mask
 from tempnet.network import TempNet
 from tempnet.softmax.linear import NUM_LOGITS_PER_CHUNK
 from tempnet.weights import WeightFiles, check_weight_files
 
 # The vocabulary of a random base model is padded to a multiple of this, for speed (GPT-2: 50257 → 50304).
 _VOCAB_MULTIPLE = 64
+# Of PyTorch's kernels for FlexAttention.
+_LEAST_HEAD_SIZE = 16
 
 
 def base_config(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
@@ -80,16 +83,51 @@ def base_config(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast)
 
 
 def base_shapes(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """Build the base model on the meta device, without weights."""
-    with torch.device("meta"):
-        base: PreTrainedModel = AutoModelForCausalLM.from_config(
-            base_config(config, tokenizer),
-            attn_implementation=config.model.attention,
-            trust_remote_code=config.model.trust_remote_code,
-        )
-    if not config.data.attend_across_documents:
+    """Build the base model on the meta device, without weights; in the place of FlexAttention, which has none, with sdpa."""
+    settings = base_config(config, tokenizer)
+    attention = attention_of(config, settings)
+    base = _on_meta(config, settings, "sdpa" if attention == FLEX else attention)
+    if not config.data.attend_across_documents and attention != FLEX:
         takes_document_mask(base)
     return base
+
+
+def _on_meta(config: LanguageModelConfig, settings: PretrainedConfig, attention: str) -> PreTrainedModel:
+    with torch.device("meta"):
+        base: PreTrainedModel = AutoModelForCausalLM.from_config(
+            copy.deepcopy(settings),
+            attn_implementation=attention,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+    return base
+
+
+def attention_of(config: LanguageModelConfig, settings: PretrainedConfig) -> str:
+    """Return Transformers' name of the attention that model.attention asks for; flex that the base lacks is refused."""
+    if not config.tries_flex:
+        return "eager" if config.model.attention == "eager" else "sdpa"
+    try:
+        _check_flex(config, settings)
+    except (ValueError, ImportError) as error:
+        if config.model.attention == "flex":
+            raise ValueError(f"model.attention = 'flex': {error}; choose auto, sdpa or eager") from error
+        return "sdpa"
+    return FLEX
+
+
+def _check_flex(config: LanguageModelConfig, settings: PretrainedConfig) -> None:
+    """Raise ValueError if FlexAttention does not compute what the base does, or is not supported by it."""
+    text = settings.get_text_config()
+    for name in ("attn_pdrop", "attention_dropout"):
+        if getattr(text, name, 0.0):
+            raise ValueError(f"FlexAttention has no dropout, and the base has {name} = {getattr(text, name):g}")
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if size < _LEAST_HEAD_SIZE:
+        raise ValueError(f"FlexAttention needs heads of {_LEAST_HEAD_SIZE} or more dimensions, and the base has {size}")
+    base = _on_meta(config, settings, FLEX)
+    if text is not settings or not base.is_backend_compatible():
+        raise ValueError(f"a base of type {settings.model_type!r} does not use Transformers' attention interface alone")
+    takes_document_mask(base)
 
 
 def build_base(
@@ -103,22 +141,27 @@ def build_base(
     base: PreTrainedModel
     if config.model.path:
         options = _options_of_loading(config)
+        if device_map and options["attn_implementation"] == FLEX:
+            options["attn_implementation"] = "sdpa"  # A block mask is not moved from device to device.
         base = load_base(local_copy(config.model.path), fetch=local_copy, device_map=device_map, **options)
         # A base that is spread is only read, and accelerate moves its parameters.
         if config.model.precision and device_map is None:
             hold_constant(base)
     else:
+        settings = base_config(config, tokenizer)
         base = AutoModelForCausalLM.from_config(
-            base_config(config, tokenizer), attn_implementation=config.model.attention, trust_remote_code=False
+            settings, attn_implementation=attention_of(config, settings), trust_remote_code=False
         )
     return base
 
 
 def _options_of_loading(config: LanguageModelConfig) -> dict[str, Any]:
+    place = checked_copy(config.model.path, "model.path = ", with_weights=False)
+    settings = read_config(place, trust_remote_code=config.model.trust_remote_code)
     return {
         **loading_options(config.base_precision),
         "trust_remote_code": config.model.trust_remote_code,
-        "attn_implementation": config.model.attention,
+        "attn_implementation": attention_of(config, settings),
     }
 
 
@@ -209,7 +252,7 @@ def add_tempnet(
             fetch=local_copy,
             dtype=options["autocast_dtype"] or torch.float32,
             trust_remote_code=config.model.trust_remote_code,
-            attn_implementation=config.model.attention,
+            attn_implementation="eager" if config.model.attention == "eager" else "sdpa",
         )
         tau = TeacherTemperature(rho=loss.rho, tau_min=loss.tau_min, tau_max=loss.tau_max)
         if config.distillation.keep == "temperature":

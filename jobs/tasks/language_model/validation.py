@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from jobs.tasks.base import to_device
 from pipelines.features import Features, read_feature_range
 from pipelines.stream import Batch
 from pipelines.text.blocks import read_range, without_end
@@ -77,7 +78,7 @@ def to_tensors(arrays: Batch, device: torch.device) -> dict[str, Any]:
     """Convert the fields of blocks that the model reads into tensors; those of tokens are None with stored features."""
     tensors: dict[str, Any] = dict.fromkeys(_FIELDS)
     for name in {*_FIELDS, "hidden"} & arrays.keys():
-        tensors[name] = torch.from_numpy(np.ascontiguousarray(arrays[name])).to(device)
+        tensors[name] = to_device(arrays[name], device)
     if "hidden" in tensors and tensors["hidden"].dtype == torch.int16:
         tensors["hidden"] = to_bfloat16(tensors["hidden"])
     return tensors

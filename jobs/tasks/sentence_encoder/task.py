@@ -15,7 +15,7 @@ from torch import Tensor
 from jobs.engine.export import open_export
 from jobs.engine.hardware import worker_device
 from jobs.engine.task import ParameterGroup, StepResult
-from jobs.tasks.base import BaseTask, DataReference, base_and_tempnet_groups
+from jobs.tasks.base import BaseTask, DataReference, base_and_tempnet_groups, to_device
 from jobs.tasks.sentence_encoder.config import SentenceConfig
 from jobs.tasks.sentence_encoder.data import build_model, read_documents, span_source
 from jobs.tasks.text import find
@@ -314,7 +314,7 @@ def _without_padding(gathered: Tensor, held_out: SpanSet, world_size: int) -> Te
 
 def span_tensors(batch: Batch, device: torch.device) -> dict[str, Tensor]:
     """Convert a batch into the arguments of `TemperatureSentenceEncoder`, except γ."""
-    tensors = {"ids": torch.from_numpy(batch["ids"]).to(device)}
+    tensors = {"ids": to_device(batch["ids"], device)}
     for name in ("anchor", "positive"):
         lengths = batch[f"{name}_lengths"]
         width = int(lengths.max())
@@ -327,4 +327,4 @@ def span_tensors(batch: Batch, device: torch.device) -> dict[str, Tensor]:
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(array.astype(np.int64)).to(device)
+    return to_device(array.astype(np.int64), device)

@@ -11,11 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from jobs.engine.checkpoint import SafeCheckpointEngine, frozen_names
 from jobs.engine.config import RunSection, WorkersSection
-from jobs.engine.identity import with_fields
+from jobs.engine.identity import configuration_hash, with_fields
 from jobs.tasks.dual_encoder.task import export_encoder
 from jobs.tasks.language_model.config import DataSection, LanguageModelConfig, ModelSection, TemperatureSection
 from jobs.tasks.language_model.data import refer_to_base
-from jobs.tasks.language_model.models import base_shapes, build_model
+from jobs.tasks.language_model.models import attention_of, base_shapes, build_model
 from jobs.tasks.language_model.task import export_model
 from pipelines.text.tokenization import load_tokenizer, train_bpe
 from tempnet.base_model import read_reference
@@ -23,6 +23,7 @@ from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.contrastive.losses import ContrastiveLoss
 from tempnet.loading import load_causal_lm
 from tempnet.models.dual_encoder import DualEncoder, TemperatureDualEncoder, load_training_temperature
+from tempnet.models.packing import FLEX
 
 WORDS = "a user brings a model of their own and asks which temperature suits every token of it"
 
@@ -106,6 +107,51 @@ def test_a_model_that_cannot_keep_documents_apart_is_refused_before_it_is_loaded
         base_shapes(config, tokenizer)
     shapes = base_shapes(with_fields(config, {"data.attend_across_documents": True}), tokenizer)
     assert all(parameter.is_meta for parameter in shapes.parameters())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "extra", "reason"),
+    [
+        ("gpt2", {"attn_pdrop": 0.0}, None),
+        ("llama", {"num_key_value_heads": 1}, None),
+        ("gpt2", {}, "attn_pdrop = 0.1"),
+        ("llama", {"num_attention_heads": 4, "num_key_value_heads": 4}, "heads of 16 or more dimensions"),
+        ("bloom", {"n_head": 2, "attention_dropout": 0.0}, "'bloom'"),
+    ],
+    ids=str,
+)
+def test_flex_attention_is_chosen_on_gpus_where_the_base_supports_it_and_else_refused_by_name(
+    config: LanguageModelConfig, architecture: str, extra: dict[str, object], reason: str | None
+) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, **extra}
+    settings = AutoConfig.for_model(architecture, bos_token_id=0, eos_token_id=0, pad_token_id=0, **sizes)
+    assert attention_of(config, settings) == "sdpa"
+    asked = with_fields(config, {"model.attention": "flex"})
+    on_gpu = with_fields(config, {"workers.use_gpu": True})
+    assert attention_of(with_fields(on_gpu, {"model.device_map": "auto"}), settings) == "sdpa"
+    if reason is None:
+        assert attention_of(asked, settings) == attention_of(on_gpu, settings) == FLEX
+        return
+    assert attention_of(on_gpu, settings) == "sdpa"
+    with pytest.raises(ValueError, match=f"model.attention = .flex.: .*{reason}.*; choose auto, sdpa or eager"):
+        attention_of(asked, settings)
+
+
+def test_attention_that_cannot_be_had_is_refused_by_its_field_and_auto_is_the_run_that_sdpa_was(
+    config: LanguageModelConfig,
+) -> None:
+    for changes, message in (
+        ({"model.attention": "fast"}, "model.attention = 'fast' must be 'auto' or 'sdpa' or 'flex' or 'eager'"),
+        ({"model.attention": "flex", "model.freeze": False}, "model.attention = 'flex' has no backward pass on CPUs"),
+        ({"model.attention": "flex", "data.attend_across_documents": True}, "data.attend_across_documents = True"),
+        ({"model.attention": "flex", "model.device_map": "auto"}, "model.device_map"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            with_fields(config, changes)
+    hashes = [
+        configuration_hash(with_fields(config, {"model.attention": value})) for value in ("auto", "sdpa", "eager")
+    ]
+    assert hashes[0] == hashes[1] != hashes[2]
 
 
 def test_the_export_of_a_frozen_base_holds_the_tempnet_and_names_the_base(
