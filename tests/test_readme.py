@@ -160,7 +160,7 @@ def options_in(text: str) -> Iterator[str]:
 @pytest.mark.parametrize("page", ["README", *PAGES])
 def test_options_are_fields(page: str) -> None:
     text = README if page == "README" else PAGES[page]
-    for option in set(options_in(text)) - {"help", "dry-run"}:
+    for option in set(options_in(text)) - {"help", "dry-run", "save", "config"}:
         names = [name.removeprefix("no-").replace("-", "_") for name in option.split(".")]
         assert set(names) - {"section", "field", "base"} <= field_names(), f"{page} shows --{option}"
 

@@ -32,17 +32,19 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
 from pipelines.ranges import gather_rows
 from pipelines.stream import Batch
 from pipelines.text.blocks import prefetch_shards, read_rows
-from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import IGNORE_INDEX, DocumentConfig
 from pipelines.text.tokenization import SpecialTokens
+
+if TYPE_CHECKING:  # It imports Ray.
+    from pipelines.text.growing import GrowingManifest
 
 Strategy = Literal["any", "subsuming", "adjacent"]
 
@@ -313,7 +315,7 @@ class SpanSource:
 
     def _ids(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Return the number of each document among all documents, (n,) int64; −1 while the data grow."""
-        if isinstance(self.manifest, GrowingManifest):
+        if not isinstance(self.manifest, Manifest):
             return np.full(len(rows), -1)
         return self.first_rows[shards] + rows
 

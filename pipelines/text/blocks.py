@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,9 +18,11 @@ from pipelines.object_store import is_local
 from pipelines.ranges import gather_rows, range_reader
 from pipelines.storage import resolve
 from pipelines.stream import Batch
-from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest, ShardEntry
 from pipelines.text.packing import IGNORE_INDEX, PackingConfig
+
+if TYPE_CHECKING:  # It imports Ray.
+    from pipelines.text.growing import GrowingManifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,13 +18,15 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
-from transformers import PreTrainedTokenizerFast
 
 from pipelines.text.tokenization import document_start_id
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 IGNORE_INDEX = -100
 # One document in so many is held out where no other text is given.

@@ -8,11 +8,14 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
 
 from pipelines.local_copy import checked_copy
+
+if TYPE_CHECKING:  # Importing Transformers costs every command and worker that only reads data half a second.
+    from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
 # Number of tokens that are decoded together to cut their text into pieces, and how many of them are kept for the next.
@@ -31,7 +34,7 @@ def load_tokenizer(name_or_path: str, *, needs_eos: bool = True) -> PreTrainedTo
     """
     # This import also imports torch. It is local because processes that only receive a pickled tokenizer do not need
     # it, and start two seconds sooner without it.
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     place = checked_copy(name_or_path, "tokenizer = ", with_weights=False)
     tokenizer: PreTrainedTokenizerFast
@@ -185,6 +188,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer of GPT-2's kind with exactly `vocab_size` tokens; `<|endoftext|>` is token 0."""
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -205,6 +210,8 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     continuation of a word (so that no plain word is unknown), and the most frequent words. It is computed here, because
     `WordPieceTrainer` numbers the tokens differently each time.
     """
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
