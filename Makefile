@@ -133,6 +133,7 @@ gpu-check: setup  ## On a machine with a GPU: tokens/s and MFU of GPT-2 124M, ea
 
 docs: .venv-docs/.ready  ## Build the documentation site in site/, warnings as errors; open site/index.html
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	@echo "The site is $(abspath site/index.html), which a browser opens as it is."
 
 # In an environment of its own: the API reference is read from the source text, so that nothing of it need be importable.
 .venv-docs/.ready: docs/requirements.txt

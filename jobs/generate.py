@@ -119,7 +119,7 @@ def page(outcome: Outcome, config: GenerateConfig) -> str:
         record = outcome.file.records[key]
         prompt = record["prompt"] if len(record["prompt"]) <= 120 else f"… {record['prompt'][-120:]}"
         heading = f"{key[0]} (sample {key[1]}, turn {key[2] + 1}): {prompt}"
-        sections[heading] = (record["tokens"], record["tau"], record["entropy"])
+        sections[heading] = (record["tokens"], record["tau"], record["entropy"], [""] * len(record["tokens"]))
     return coloured_page(
         title=f"Texts of {config.generator or config.model}",
         sections=sections,

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
             predict = on_worker(first_documents, config.workers) if config.output else first_documents
             sections = predict(settings, archives, config.html_tokens, **config.workers.devices)
             write_page(html, config.text, sections)
-            tau = np.concatenate([tau for _, tau, _ in sections.values()])
+            tau = np.concatenate([tau for _, tau, *_ in sections.values()])
             low, middle, high = np.quantile(tau, [0.05, 0.5, 0.95])
             print(f"{len(tau)} tokens: mean τ {tau.mean():.3f}; 5 %, 50 %, 95 %: {low:.3f}, {middle:.3f}, {high:.3f}")
             print(f"{html} shows every token coloured by its τ")

@@ -26,6 +26,7 @@ import json
 import math
 import re
 import tempfile
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -235,7 +236,7 @@ class TempNet(nn.Module):
         hub = HfApi()
         with tempfile.TemporaryDirectory() as directory:
             self.save_pretrained(directory)
-            (Path(directory) / "README.md").write_text(model_card(self, repository, base_model), encoding="utf-8")
+            (Path(directory) / "README.md").write_text(model_card({"": self}, repository, base_model), encoding="utf-8")
             hub.create_repo(repository, private=private, exist_ok=True)
             return str(hub.upload_folder(repo_id=repository, folder_path=directory, commit_message="Upload TempNet"))
 
@@ -280,27 +281,43 @@ def download(repository: str, name: str) -> Path | None:
         return None
 
 
-def model_card(network: TempNet, repository: str, base_model: str) -> str:
-    """Return the model card of a network as Markdown with the header that the hub reads."""
-    config = network.config
+def model_card(
+    networks: Mapping[str, TempNet], place: str, base_model: str = "", facts: Iterable[tuple[str, str]] = ()
+) -> str:
+    """Return a model card as Markdown with the header that the hub reads.
+
+    Args:
+        networks: subdirectory → network; the subdirectory is empty for a network that stands alone.
+        place: repository or directory that the card lies in.
+        base_model: hub name of the base model, or empty.
+        facts: rows of a table: what it was trained on and how, and what was found.
+    """
     header = ["---", "library_name: tempnet", "tags: [tempnet, temperature]"]
     if base_model:
         header.append(f"base_model: {base_model}")
-    tau_max = config.inference_tau_max
-    base, unit = base_model or "BASE_MODEL", "image or text" if config.kind == "embeddings" else "token"
-    usage = (
-        "from tempnet import TempNet\n\n"
-        f'network = TempNet.from_pretrained("{repository}")  # {config.kind} of {config.input_size} → a temperature each\n'
-    )
-    if config.kind != "embeddings":
-        usage = (
-            "from tempnet.inference import generate\nfrom tempnet.loading import load_causal_lm\n\n"
-            f'model, network = load_causal_lm("{base}", "{repository}")\n'
-            "result = generate(model, network, input_ids=input_ids, max_new_tokens=100)  # result.temperatures: τ per token\n"
+    said, usage, unit = [], ["from tempnet import TempNet\n"], "image or text"
+    for name, network in networks.items():
+        config = network.config
+        said.append(
+            f"{f'The network in `{name}/`' if name else 'It'} reads {config.kind} and predicts τ between "
+            f"{config.tau_min:g} and {config.inference_tau_max:g}{f' (ρ = {config.rho:g} nats)' if config.rho else ''}; "
+            f"{sum(p.numel() for p in network.parameters()):,} parameters."
         )
+        if config.kind == "embeddings":
+            source = f"{place}/{name}".rstrip("/")
+            usage.append(
+                f'{name or "network"} = TempNet.from_pretrained("{source}")  # (N, {config.input_size}) → (N,)'
+            )
+            continue
+        unit, sources = "token", f'"{place}"' if name else f'"{base_model or "BASE_MODEL"}", "{place}"'
+        usage = [
+            "from tempnet.inference import generate\nfrom tempnet.loading import load_causal_lm\n",
+            f"model, network = load_causal_lm({sources})",
+            "result = generate(model, network, input_ids=input_ids, max_new_tokens=100)  # result.temperatures: τ per token",
+        ]
+    rows = [f"| {name.strip()} | {value} |" for name, value in facts]
+    table = "\n".join(["| | |", "|---|---|", *rows, "", ""]) if rows else ""
     return (
-        "\n".join(header) + f"\n---\n\n# TempNet: a softmax temperature for every {unit}\n\n"
-        f"It reads {config.kind} and predicts τ between {config.tau_min:g} and {tau_max:g}"
-        f"{f' (ρ = {config.rho:g} nats)' if config.rho else ''}; {sum(p.numel() for p in network.parameters()):,} parameters "
-        f"(arXiv 2404.04575).\n\n```python\n{usage}```\n"
+        "\n".join(header) + f"\n---\n\n# TempNet: a softmax temperature for every {unit}\n\n{' '.join(said)} "
+        "The method is that of arXiv 2404.04575.\n\n" + table + "```python\n" + "\n".join(usage) + "\n```\n"
     )

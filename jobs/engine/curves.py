@@ -1,7 +1,8 @@
-"""Plots of a finished run: its training curves, drawn from the metrics in MLflow, and a histogram of its temperatures."""
+"""Plots of a finished run: its training curves, from the metrics in MLflow, and a histogram of τ; the frame of all pages."""
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,31 @@ import numpy as np
 
 from jobs.engine.metrics import metric_history
 from jobs.engine.tracking import TrackedRun, survive_outage
+
+_STYLE = """
+body { font: 16px/1.6 Georgia, serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; color: #111; background: #fff; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; } h3 { font-size: 1rem; } body { overflow-wrap: anywhere; }
+img { max-width: 100%; height: auto; } pre, .wide { overflow-x: auto; } pre { font-size: 13px; line-height: 1.4; }
+.text { white-space: pre-wrap; line-height: 1.8; } .text span { border-radius: 2px; padding: 1px 0; }
+.text span:focus { outline: 2px solid #000; }
+.text span:focus::after { content: attr(title); position: fixed; inset: auto 0 0; padding: .6rem; font: 14px/1.4 monospace;
+  background: #fff; border-top: 1px solid #333; }
+.scale span { font: 12px monospace; display: inline-block; }
+.row { display: flex; flex-wrap: wrap; gap: 12px; } figure { margin: 0; width: 144px; }
+figure img { width: 144px; height: 144px; } figcaption { font-size: 13px; line-height: 1.3; }
+td, th { padding: .2em .8em; text-align: right; overflow-wrap: normal; } .best { background: #dfd; }
+td:first-child, th:first-child, td:last-child, th:last-child { text-align: left; }
+"""
+
+
+def html_page(title: str, body: str) -> str:
+    """Return a self-contained HTML page, which fits a phone; a token in `.text` shows its title when it is tapped."""
+    title = html.escape(title)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
+        f'<meta name="viewport" content="width=device-width">\n<style>{_STYLE}</style></head><body>\n'
+        f"<h1>{title}</h1>\n{body}\n</body></html>\n"
+    )
 
 
 def draw_curves(path: Path, tracked: TrackedRun, curves: Mapping[str, tuple[str, ...]], title: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pyarrow.fs
+import torch
 
 from jobs.engine import baselines
 from jobs.engine.baselines import verdict
@@ -19,8 +20,10 @@ from jobs.engine.masking import masked
 from jobs.engine.metrics import send_metrics
 from jobs.engine.task import Plan, PreparedTask
 from jobs.engine.tracking import TrackedRun, finish_run, reconnection_uri, survive_outage
-from pipelines.storage import read_json, resolve, write_json
+from pipelines.storage import exists, read_json, resolve, write_bytes, write_json
 from pipelines.store_errors import RETRIES
+from tempnet.network import CONFIG_FILE, HUB_NAME, PAIRED_DIRECTORY, TempNet, model_card
+from tempnet.network_config import TempNetConfig
 
 
 def keep_end(config: TrainingConfig, unsent_metrics: Sequence[Sequence[Any]], *, note: str) -> None:
@@ -97,8 +100,29 @@ def finish(plan: Plan, prepared: PreparedTask, tracked: TrackedRun | None, resul
     _publish(plan, outcome, tracked)
     if tracked:
         keep_end(config, unsent, note=f"```\n{plan.summary_table(outcome)}\n```")
+    write_card(config, prepared, outcome)
     write_json(f"{config.run.directory}/outcome.json", outcome)
     return outcome
+
+
+def write_card(config: TrainingConfig, prepared: PreparedTask, outcome: Mapping[str, Any]) -> None:
+    """Write the model card of an export with TempNets beside it."""
+    export = config.run.export_directory
+    with torch.device("meta"):  # The card needs the numbers of their parameters only.
+        networks = {
+            name: TempNet(TempNetConfig(**values))
+            for kind in ("", "_image", "_text")
+            if (values := read_json(f"{export}/{(name := f'{PAIRED_DIRECTORY}{kind}')}/{CONFIG_FILE}"))
+        }
+    if not networks:
+        return
+    base = getattr(getattr(config, "model", None), "path", "")
+    facts = [("base model", base)] if base else []
+    facts += [(f"{name} data", uri) for name, (_, _, uri) in prepared.data_sets.items()]
+    facts += [("training loss", outcome["loss"]), *baselines.rows(outcome)]
+    of_hub = base if HUB_NAME.fullmatch(base) and not exists(base) else ""
+    card = model_card(networks, "/".join(export.split("/")[-3:]), of_hub, masked(facts))
+    write_bytes(f"{export}/README.md", card.encode())
 
 
 def _publish(plan: Plan, outcome: dict[str, Any], tracked: TrackedRun | None) -> None:

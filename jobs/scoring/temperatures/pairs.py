@@ -26,6 +26,7 @@ from PIL import Image
 
 from jobs.engine.baselines import is_constant
 from jobs.engine.cluster import start_ray
+from jobs.engine.curves import html_page
 from jobs.engine.export import tempnet_digest
 from jobs.engine.fields import absolute_path
 from jobs.scoring.config import PoolSection
@@ -296,7 +297,7 @@ def write_pair_page(
         correlations = correlate(samples, label)
         sections.append(_label_section(label, samples, correlations))
     sections += [_example_section(name, table, source) for name in MODALITIES]
-    write_bytes(path, _page(f"Temperatures of {images}", sections).encode())
+    write_bytes(path, html_page(f"Temperatures of {images}", f"<p>{_EXPLANATION}</p>\n{''.join(sections)}").encode())
     return correlations
 
 
@@ -371,19 +372,3 @@ def _thumbnails(ids: np.ndarray, source: PairSource) -> list[str]:
 
 def _data_uri(data: bytes, kind: str) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-
-
-def _page(title: str, sections: Sequence[str]) -> str:
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>
-<style>
-body {{ font: 16px/1.6 Georgia, serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; color: #111; background: #fff; }}
-h1 {{ font-size: 1.4rem; }} h2 {{ font-size: 1.1rem; }} h3 {{ font-size: 1rem; }}
-.row {{ display: flex; flex-wrap: wrap; gap: 12px; }} figure {{ margin: 0; width: 144px; }}
-figure img {{ width: 144px; height: 144px; }} figcaption {{ font-size: 13px; line-height: 1.3; overflow-wrap: anywhere; }}
-</style></head><body>
-<h1>{html.escape(title)}</h1>
-<p>{_EXPLANATION}</p>
-{"".join(sections)}
-</body></html>
-"""

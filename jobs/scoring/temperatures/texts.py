@@ -43,12 +43,12 @@ from jobs.scoring.text_parts import (
 )
 from jobs.scoring.units import Finished, settings_digest, to_parquet
 from jobs.tasks.base import naming_field
-from jobs.tasks.language_model.report import ColouredText, coloured_page
+from jobs.tasks.language_model.report import ColouredText, coloured_page, describe_prediction
 from pipelines.archives import Archive
 from pipelines.local_copy import local_copy
 from pipelines.storage import exists, resolve, write_bytes, write_json
 from pipelines.text.reading import Document, readable_documents
-from pipelines.text.tokenization import load_tokenizer, token_pieces
+from pipelines.text.tokenization import added_text, load_tokenizer, token_pieces
 from pipelines.text.windows import ReadingWindow
 from tempnet.base_model import read_config
 from tempnet.devices import DeviceMap, input_device, move_base
@@ -64,6 +64,7 @@ _NUM_LOGITS_AT_ONCE = 1 << 24
 QUANTILES = {f"tau_q{round(100 * share):02d}": share for share in (0.05, 0.25, 0.5, 0.75, 0.95)}
 """Column of a quantile → its share."""
 NUM_BINS = 10_000
+_NUM_LIKELIEST = 3
 _TOTALS_KEY = b"totals"
 _UNIT = "temperature, dimensionless"
 
@@ -176,6 +177,8 @@ class Prediction(NamedTuple):
     """(n,) float32: the temperatures."""
     entropy: np.ndarray | None
     """(n,) float32: the entropies at τ = 1, in nats; None if they were not requested."""
+    at_tau: Sequence[np.ndarray]
+    """If requested, seven (n,) float32: entropy at τ in nats, probabilities and ids of the likeliest three tokens."""
 
 
 class Predictor(TokenReader):
@@ -184,7 +187,9 @@ class Predictor(TokenReader):
     If τ can be computed from the hidden state (`tempnet.inference.can_fold`), logits are needed only for the entropy.
     """
 
-    def __init__(self, settings: PredictionSettings, *, use_gpu: bool = False, device_map: DeviceMap = None) -> None:
+    def __init__(
+        self, settings: PredictionSettings, *, use_gpu: bool = False, device_map: DeviceMap = None, at_tau: bool = False
+    ) -> None:
         base, network = load_causal_lm(
             local_copy(settings.model),
             local_copy(settings.tempnet),
@@ -193,29 +198,34 @@ class Predictor(TokenReader):
             fetch=local_copy,
         )
         super().__init__(settings, base, network.config.input_size, use_gpu=use_gpu)
-        self._with_entropy = settings.with_entropy
+        self._with_entropy, self._at_tau = settings.with_entropy, at_tau
         self._tempnet: TempNet = network.to(self._device)
         self._fold = CachedFold.of(base, network) if can_fold(base, network) else None
 
     @torch.inference_mode()
     def predict(self, documents: Sequence[np.ndarray]) -> list[Prediction]:
         """Returns the predictions for every document, given as token ids (n,)."""
-        figures = [np.empty((2, len(ids)), dtype=np.float32) for ids in documents]  # τ and entropy
+        figures = [np.empty((9 if self._at_tau else 2, len(ids)), dtype=np.float32) for ids in documents]
         for windows, chunks in self.read(documents):
             predicted = torch.cat([self._figures(chunk) for chunk in chunks], dim=-1).cpu().numpy()
             ends = np.cumsum([window.stop - window.first for window in windows])
             for window, part in zip(windows, np.split(predicted, ends[:-1], axis=1), strict=True):
                 figures[window.document][: len(part), window.first : window.stop] = part
-        return [Prediction(tau, entropy if self._with_entropy else None) for tau, entropy in figures]
+        return [Prediction(tau, entropy if self._with_entropy else None, rest) for tau, entropy, *rest in figures]
 
     def _figures(self, chunk: TokenChunk) -> Tensor:
-        """Returns (1 or 2, n): τ, and the entropy H = −Σ p log p in nats if it is requested."""
+        """Returns (1, 2 or 9, n): τ, and the entropy H = −Σ p log p in nats and the rest of `Prediction` if requested."""
         logits = chunk.logits() if self._with_entropy or self._fold is None else chunk.hidden
         tau = self._tempnet(logits, chunk.hidden) if self._fold is None else self._fold.temperatures(chunk.hidden)
         if not self._with_entropy:
             return tau.unsqueeze(0)
         log_probs = torch.log_softmax(logits, dim=-1)
-        return torch.stack([tau, -(log_probs.exp() * log_probs).sum(-1)])
+        rows = [tau, -(log_probs.exp() * log_probs).sum(-1)]
+        if self._at_tau:
+            log_probs = torch.log_softmax(logits / tau.unsqueeze(-1), dim=-1)
+            top = log_probs.exp().topk(_NUM_LIKELIEST)
+            rows += [-(log_probs.exp() * log_probs).sum(-1), *top.values.T, *top.indices.float().T]
+        return torch.stack(rows)
 
 
 def table_schema(*, with_entropy: bool, per_token: bool) -> pa.Schema:
@@ -377,7 +387,7 @@ def on_worker(function: Callable[..., Any], workers: LanguageModelPool) -> Calla
 def first_documents(
     settings: PredictionSettings, archives: list[Archive], num_tokens: int, **devices: Any
 ) -> dict[str, ColouredText]:
-    """Returns key → (tokens, τ, entropy) for the first documents.
+    """Returns key → text with what is known of its tokens, for the first documents.
 
     The last document is cut so that there are at most `num_tokens` tokens in all. `devices` are options of `Predictor`.
     """
@@ -399,13 +409,20 @@ def first_documents(
             break
     if not documents:
         raise ValueError(f"{settings.source} holds no readable text: {'; '.join(examples)}")
-    predictor = Predictor(replace(settings, with_entropy=True), **devices)
+    predictor = Predictor(replace(settings, with_entropy=True), at_tau=True, **devices)
     predictions = predictor.predict([ids for _, ids in documents])
-    return {
-        key: (token_pieces(tokenizer, ids.tolist()), prediction.tau.tolist(), prediction.entropy.tolist())
-        for (key, ids), prediction in zip(documents, predictions, strict=True)
-        if prediction.entropy is not None
-    }
+    sections: dict[str, ColouredText] = {}
+    for (key, array), prediction in zip(documents, predictions, strict=True):
+        ids, notes = array.tolist(), []
+        assert prediction.entropy is not None
+        for place, (entropy, *top) in enumerate(np.transpose(prediction.at_tau).tolist()):
+            names = [
+                added_text(tokenizer, ids[:place], int(token)) or str(tokenizer.decode([int(token)]))
+                for token in top[_NUM_LIKELIEST:]
+            ]
+            notes.append(describe_prediction(entropy, [*zip(names, top[:_NUM_LIKELIEST], strict=True)]))
+        sections[key] = (token_pieces(tokenizer, ids), prediction.tau.tolist(), prediction.entropy.tolist(), notes)
+    return sections
 
 
 def write_page(path: str, text: str, sections: dict[str, ColouredText]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
+from jobs.engine.curves import html_page
 from jobs.engine.description import markdown_table
 from jobs.studies.sweeps.band_search import LOSS, TITLE, is_wide, loss_of
 
@@ -129,17 +130,13 @@ def as_page(title: str, rows: Sequence[Row], band: tuple[float, float]) -> str:
         + "</tr>"
         for row, line in zip(rows, lines, strict=True)
     )
-    return (
-        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{html.escape(title)}</title><style>"
-        "body{font-family:sans-serif;max-width:72em;margin:2em auto;padding:0 1em}td,th{padding:.2em .8em;text-align:right}"
-        "td:first-child,th:first-child,td:last-child,th:last-child{text-align:left}.best{background:#dfd}"
-        "img{max-width:100%}</style></head><body>"
-        f"<h1>{html.escape(title)}</h1>"
+    return html_page(
+        title,
         f"<p>Chosen: <b>{html.escape(best.name if best else 'none')}</b>: {html.escape(why)}.</p>"
         f"<h2>Over the axes</h2>{_embed(draw_axes(rows, band), 'mean τ and loss over the axes')}"
         f"<h2>Over the steps</h2>{_embed(draw_steps(rows, band), 'mean τ and loss over the steps')}"
         f"<h2>All trials</h2>{_embed(draw_parallel(rows, best), 'parallel coordinates')}"
-        f"<table><tr>{header}</tr>{body}</table></body></html>"
+        f"<div class='wide'><table><tr>{header}</tr>{body}</table></div>",
     )
 
 

@@ -6,6 +6,7 @@ The page shows a text whose tokens are coloured by τ.
 from __future__ import annotations
 
 import html
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,15 +15,15 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from jobs.engine.curves import draw_curves, draw_histogram, pyplot
+from jobs.engine.curves import draw_curves, draw_histogram, html_page, pyplot
 from jobs.engine.description import results
 from jobs.engine.tracking import TrackedRun
 from pipelines.text.tokenization import token_pieces
 from tempnet.softmax.config import LOSS_KINDS
 
-# A text as the pieces of its tokens (`token_pieces`), the τ with which each token was predicted, and the entropy of that
-# prediction at τ = 1, in nats.
-ColouredText = tuple[Sequence[str], Sequence[float], Sequence[float]]
+# A text as the pieces of its tokens (`token_pieces`), the τ with which each token was predicted, the entropy of that
+# prediction at τ = 1, in nats, and what else is known of it (`describe_prediction`).
+ColouredText = tuple[Sequence[str], Sequence[float], Sequence[float], Sequence[str]]
 
 _OF_ROBUST_LOSS = (
     "At the optimum of the robust loss every prediction has the same entropy, so a prediction that the model is certain of "
@@ -74,9 +75,10 @@ def write_report(
     """Write `tokens.html`, `histogram.png` and, if the run is logged to MLflow, `curves.png`."""
     passage = outcome["passage"]
     tokens = token_pieces(tokenizer, passage["token"])
+    notes = [describe_prediction(entropy) for entropy in passage["entropy_tau"]]
     page = coloured_page(
         title=f"{outcome['run']}: the temperature of every token",
-        sections={"A validation passage": (tokens, passage["tau"], passage["entropy"])},
+        sections={"A validation passage": (tokens, passage["tau"], passage["entropy"], notes)},
         summary=summary_table(outcome),
         meaning=_OF_ROBUST_LOSS if is_robust(outcome) else _OF_LIKELIHOOD,
     )
@@ -105,12 +107,12 @@ _CURVES = {
 def coloured_page(
     *, title: str, sections: Mapping[str, ColouredText], summary: str = "", meaning: str = _OF_ANY_LOSS
 ) -> str:
-    """Return a self-contained HTML page that colours every token by its τ, and shows τ and entropy on hover.
+    """Return a self-contained HTML page that colours every token by its τ, and says on hover or tap what was predicted.
 
     The colour scale ranges from the 2 % to the 98 % quantile of τ. Tokens that make one character together are one span
     with the mean of their τ. `sections` maps headings to texts; `summary` stands at the end of the page.
     """
-    every_tau = np.array([value for _, taus, _ in sections.values() for value in taus])
+    every_tau = np.array([value for _, taus, *_ in sections.values() for value in taus])
     low, high = np.quantile(every_tau, [0.02, 0.98]) if len(every_tau) else (0.0, 1.0)
     low, high = (low, high) if high > low else (low - 1e-6, high + 1e-6)
     scale = "".join(
@@ -118,43 +120,42 @@ def coloured_page(
         for share in np.linspace(0, 1, 9)
     )
     body = []
-    for heading, (tokens, taus, entropies) in sections.items():
+    for heading, text in sections.items():
         spans = "".join(
-            f'<span style="background:{_colour((float(np.mean(tau)) - low) / (high - low))}" '
-            f'title="τ {_list(tau, 3)} · entropy {_list(entropy, 2)} nats">{html.escape(piece)}</span>'
-            for piece, tau, entropy in _characters(tokens, taus, entropies)
+            f'<span tabindex="0" style="background:{_colour((float(np.mean(tau)) - low) / (high - low))}" '
+            f'title="τ {_list(tau, 3)} · entropy {_list(entropy, 2)} nats at τ = 1{html.escape("".join(notes))}">'
+            f"{html.escape(piece)}</span>"
+            for piece, tau, entropy, notes in _characters(*text)
         )
         body.append(f"<h2>{html.escape(heading)}</h2>\n<p class='text'>{spans}</p>")
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>
-<style>
-body {{ font: 16px/1.8 Georgia, serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #111; background: #fff; }}
-h1 {{ font-size: 1.4rem; }} h2 {{ font-size: 1.1rem; }}
-.text {{ white-space: pre-wrap; }} .text span {{ border-radius: 2px; padding: 1px 0; }}
-.scale span {{ font: 12px monospace; }} pre {{ font-size: 13px; line-height: 1.4; }}
-</style></head><body>
-<h1>{html.escape(title)}</h1>
-<p>The colour of a token is the temperature τ with which it was predicted; point at it for τ and for the entropy of the
-prediction at τ = 1. {html.escape(meaning)}</p>
-<p class="scale">{scale}</p>
-{"".join(body)}
-<pre>{html.escape(summary)}</pre>
-</body></html>
-"""
+    return html_page(
+        title,
+        "<p>The colour of a token is the temperature τ with which it was predicted; point at it, or tap it, for τ and "
+        f'for what was predicted. {html.escape(meaning)}</p>\n<p class="scale">{scale}</p>\n{"".join(body)}\n'
+        f"<pre>{html.escape(summary)}</pre>",
+    )
+
+
+def describe_prediction(entropy: float, likeliest: Sequence[tuple[str, float]] = ()) -> str:
+    """Return what a tooltip says of a prediction at τ: its entropy in nats, and its likeliest tokens with probabilities."""
+    shown = ", ".join(f"{json.dumps(token, ensure_ascii=False)} {share:.1%}" for token, share in likeliest)
+    return f", {entropy:.2f} at τ" + (f" · likeliest at τ: {shown}" if shown else "")
 
 
 def _characters(
-    pieces: Sequence[str], taus: Sequence[float], entropies: Sequence[float]
-) -> Iterator[tuple[str, list[float], list[float]]]:
-    """Yield pieces with τ and entropy of their tokens; tokens with an empty piece belong to the next one that has text."""
+    pieces: Sequence[str], taus: Sequence[float], entropies: Sequence[float], notes: Sequence[str]
+) -> Iterator[tuple[str, list[float], list[float], list[str]]]:
+    """Yield pieces with what is known of their tokens; tokens with an empty piece belong to the next one that has text."""
     tau: list[float] = []
     entropy: list[float] = []
-    for piece, own_tau, own_entropy in zip(pieces, taus, entropies, strict=True):
+    note: list[str] = []
+    for piece, own_tau, own_entropy, own_note in zip(pieces, taus, entropies, notes, strict=True):
         tau.append(own_tau)
         entropy.append(own_entropy)
+        note.append(own_note)
         if piece:
-            yield piece, tau, entropy
-            tau, entropy = [], []
+            yield piece, tau, entropy, note
+            tau, entropy, note = [], [], []
 
 
 def _list(values: Sequence[float], digits: int) -> str:

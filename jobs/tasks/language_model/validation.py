@@ -184,7 +184,7 @@ class Tally:
         self.pairs.append(torch.stack([tau.float(), entropy.float(), (targets != IGNORE_INDEX).float()]))
         if self.sums is not None:
             self.sums.add(at, targets, output)
-            self.passage = self.passage or _passage(targets, tau, entropy)
+            self.passage = self.passage or _passage(targets, output)
 
     def scores(self) -> tuple[dict[str, float], dict[str, Any] | None]:
         """Return the scores over the tokens of all ranks and, on rank 0 if they were requested, details for the report.
@@ -270,10 +270,11 @@ def rivals(sums: LearnedSums, tau: Tensor, config: TemperatureLossConfig, vocab_
     }
 
 
-def _passage(targets: Tensor, tau: Tensor, entropy: Tensor) -> dict[str, list[Any]]:
-    """Return the first predicted tokens, each with the τ and the entropy (at τ = 1, in nats) of its prediction."""
-    is_valid = targets != IGNORE_INDEX
-    return {
-        name: values[is_valid][:_NUM_PASSAGE_TOKENS].tolist()
-        for name, values in (("token", targets), ("tau", tau), ("entropy", entropy))
-    }
+def _passage(targets: Tensor, output: Any) -> dict[str, list[Any]]:
+    """Return the first predicted tokens, each with the τ of its prediction and its entropies at τ = 1 and at τ, in nats."""
+    is_valid, (profiles, target) = targets != IGNORE_INDEX, output["profiles"]
+    tau, entropy = (output[name][is_valid][:_NUM_PASSAGE_TOKENS] for name in ("tau", "entropy"))
+    first = Profiles(profiles[: len(tau)], target[: len(tau)])
+    partition, mean, _ = first.partition(-tau.log())  # H = log Z − E[s], see `tempnet.headroom.profile`
+    columns = {"token": targets[is_valid][: len(tau)], "tau": tau, "entropy": entropy, "entropy_tau": partition - mean}
+    return {name: values.tolist() for name, values in columns.items()}

@@ -57,22 +57,25 @@ def token_ids(model: Path, texts: list[str]) -> list[np.ndarray]:
 
 
 @torch.no_grad()
-def direct(model: Path, ids: np.ndarray, stride: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (τ, entropy) by definition: each window goes through the whole model, without batches or folding."""
+def direct(model: Path, ids: np.ndarray, stride: int) -> tuple[np.ndarray, ...]:
+    """Returns `Prediction` by definition: each window goes through the whole model, without batches or folding."""
     base = AutoModelForCausalLM.from_pretrained(model).eval()
     network = TempNet.from_pretrained(model / PAIRED_DIRECTORY)
     stream = torch.tensor([0, *ids.tolist()])
-    taus, entropies = np.full(len(ids), np.nan), np.full(len(ids), np.nan)
+    taus, entropies, rest = (np.full(shape, np.nan) for shape in (len(ids), len(ids), (7, len(ids))))
     for start in range(0, len(ids), stride):
         window = stream[start : min(start + CONTEXT_LENGTH, len(ids))]
         output = base(window.unsqueeze(0), output_hidden_states=True)
         logits = output.logits[0, :, :VOCAB_SIZE].double()
         tau = network(logits.float(), output.hidden_states[-1][0])
         entropy = torch.distributions.Categorical(logits=logits).entropy()
+        at_tau = torch.distributions.Categorical(logits=logits / tau[:, None])
         for place in range(len(window)):
             if np.isnan(taus[start + place]):
                 taus[start + place], entropies[start + place] = tau[place], entropy[place]
-    return taus, entropies
+                likeliest = at_tau.probs[place].topk(3)
+                rest[:, start + place] = torch.tensor([at_tau.entropy()[place], *likeliest.values, *likeliest.indices])
+    return taus, entropies, rest
 
 
 @pytest.mark.parametrize(
@@ -95,10 +98,11 @@ def test_every_token_has_the_temperature_of_a_direct_forward(
     (ids,) = token_ids(model, [" ".join(some_texts(9, seed=2))])
     documents = [ids[10 * place :][:length] for place, length in enumerate(lengths)]
     assert list(map(len, documents)) == lengths
-    predictions = Predictor(settings).predict(documents)
+    predictions = Predictor(settings, at_tau=True).predict(documents)
     alone = Predictor(replace(settings, batch_size=1, with_entropy=False)).predict(documents)
     for ids, prediction, single in zip(documents, predictions, alone, strict=True):
-        tau, entropy = direct(model, ids, stride)
+        tau, entropy, rest = direct(model, ids, stride)
+        np.testing.assert_allclose(np.stack(prediction.at_tau), rest, atol=1e-4)
         np.testing.assert_allclose(prediction.tau, tau, atol=1e-5)
         np.testing.assert_allclose(prediction.entropy, entropy, atol=1e-4)
         np.testing.assert_allclose(single.tau, tau, atol=1e-5)
@@ -161,7 +165,7 @@ def test_a_plain_text_file_becomes_a_page_of_its_first_tokens(
     page = Path("temperatures.html").read_text(encoding="utf-8")
     assert page.count('title="τ ') == 40
     (ids,) = token_ids(model, [text])
-    tau, _ = direct(model, ids[:40], CONTEXT_LENGTH // 2)
+    tau, *_ = direct(model, ids[:40], CONTEXT_LENGTH // 2)
     assert f"40 tokens: mean τ {tau.mean():.3f}" in capsys.readouterr().out
     assert "note.md:0" in page
 

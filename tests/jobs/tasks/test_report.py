@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import re
 
-from jobs.tasks.language_model.report import coloured_page, summary_table
+from jobs.tasks.language_model.report import coloured_page, describe_prediction, summary_table
 
 
 def spans(page: str) -> list[tuple[str, ...]]:
@@ -16,20 +16,27 @@ def spans(page: str) -> list[tuple[str, ...]]:
 
 def test_tokens_are_escaped_and_told_apart() -> None:
     tokens, tau = ["<script>", " a&b", '"x"', " d"], [0.2, 0.8, 1.4, 1.4]
-    page = coloured_page(title="T", sections={"<S>": (tokens, tau, [4.0, 3.0, 1.0, 1.0])})
+    notes = [describe_prediction(2.0, [(" <b>", 0.75), ("\n", 0.125)])]
+    page = coloured_page(title="T", sections={"<S>": (tokens, tau, [4.0, 3.0, 1.0, 1.0], [*notes, "", "", ""])})
     assert "<script>" not in page
+    # A phone shows it in its width, and a tapped token, which takes the focus, shows its title.
+    assert '<meta name="viewport" content="width=device-width">' in page
+    assert page.count('<span tabindex="0"') == len(tokens)
+    assert ".text span:focus::after { content: attr(title)" in page
     colours, titles, texts = zip(*spans(page), strict=True)
     assert list(texts) == tokens
-    assert titles[0] == "τ 0.200 · entropy 4.00 nats"
+    assert titles[
+        0
+    ] == "τ 0.200 · entropy 4.00 nats at τ = 1, 2.00 at τ · likeliest at τ: ' <b>' 75.0%, '\\n' 12.5%".replace("'", '"')
     assert len(set(colours)) == 3
     assert colours[2] == colours[3]
 
 
 def test_a_constant_temperature_is_one_colour_and_tokens_of_a_character_one_span() -> None:
-    page = coloured_page(title="T", sections={"S": (["a", "", "–"], [1.0, 1.0, 1.0], [1.0, 2.0, 3.0])})
+    page = coloured_page(title="T", sections={"S": (["a", "", "–"], [1.0, 1.0, 1.0], [1.0, 2.0, 3.0], [""] * 3)})
     assert [(title, text) for _, title, text in spans(page)] == [
-        ("τ 1.000 · entropy 1.00 nats", "a"),
-        ("τ 1.000, 1.000 · entropy 2.00, 3.00 nats", "–"),
+        ("τ 1.000 · entropy 1.00 nats at τ = 1", "a"),
+        ("τ 1.000, 1.000 · entropy 2.00, 3.00 nats at τ = 1", "–"),
     ], "tokens of one character are one span"
     assert len({colour for colour, _, _ in spans(page)}) == 1
     coloured_page(title="T", sections={})

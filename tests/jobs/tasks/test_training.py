@@ -6,6 +6,7 @@ What the loop does for every task alike is proved in tests/jobs/engine/test_loop
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from clip_training_support import tiny_clip_config, write_smooth_tower
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from sample_state_support import sample_states
 from sentence_support import tiny_sentences
@@ -230,10 +232,19 @@ def test_a_run_leaves_its_report_and_its_figures(site: Site, case: str) -> None:
     if pages.get(case):
         assert figures["cross_entropy/loss"] == pytest.approx(outcome["validation"]["cross_entropy_tau"])
     assert outcome["temperature_verdict"] in (report / "summary.txt").read_text()
+    if case != "clip-isogclr":  # it learns τ of the samples, without a network
+        card = ModelCard.load(Path(outcome["export"]) / "README.md")
+        assert card.data.library_name == "tempnet"
+        rows = dict(re.findall(r"^\| (\S.*) \| (.*) \|$", card.text, re.MULTILINE))
+        assert rows["training loss"] == outcome["loss"]
+        shown = figures["text/robust/loss" if case.startswith("clip") else "robust/loss"]
+        assert rows["robust loss at the learned τ"] == f"{shown:.4f}"
     if pages.get(case):
         page = (report / "tokens.html").read_text()
         assert 0 < page.count('title="τ ') <= len(outcome["passage"]["tau"])
         assert "http" not in page  # The page is self-contained.
+        entropies = (outcome["passage"][name] for name in ("entropy_tau", "entropy"))
+        np.testing.assert_allclose(*entropies, rtol=0.1)  # as all τ are near 1
 
 
 def test_a_language_model_is_exported_for_transformers_and_scores_what_was_validated(site: Site) -> None:
