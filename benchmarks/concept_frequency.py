@@ -161,7 +161,7 @@ def draw(path: Path, curves: Mapping[str, Mapping[float, float]], num_negatives:
     if num_negatives:
         axes.axvline(math.log(num_negatives), color="grey", linewidth=0.8, label=f"log({num_negatives} negatives)")
     axes.set(xlabel="ρ, nats", ylabel="Spearman(τ, concept frequency)")
-    axes.legend(fontsize=8, ncols=2, loc="upper right")
+    figure.legend(fontsize=8, ncols=2, loc="outside lower center")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

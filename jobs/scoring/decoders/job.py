@@ -228,6 +228,7 @@ def _metrics(values: dict[str, Any]) -> dict[str, float]:
 PLAIN = ("log_probability", "distinct", "self_bleu")
 CHECKED = ("correct", "distinct_correct", "pass_at_k", "maj_at_k")
 _MARKS = {"MeanShift": "s", "shuffled": "x"}
+_NUM_NAMED = 6
 
 
 def figures(comparison: Comparison, *, k: int) -> dict[str, Any]:
@@ -316,8 +317,8 @@ def conclusion(values: dict[str, Any]) -> str:
 def plot(values: dict[str, Any], path: Path) -> None:
     """Plot quality over diversity: what was tried on the choosing prompts, and the chosen rules on the reporting ones.
 
-    A decoder and its controls share a colour. A line joins the chosen rules that no other one exceeds in both. The table
-    names the rules: with several seeds they are too many for a legend.
+    A line joins the chosen rules that no other one exceeds in both; the legend names the constant, a
+    TempNet, and then these. Those that it has no room for are grey, and the table names them.
     """
     import matplotlib
 
@@ -327,42 +328,45 @@ def plot(values: dict[str, Any], path: Path) -> None:
     quality, title = "log_probability", "log-probability of a token under the model at τ = 1, nats"
     if values["has_verifier"]:
         quality, title = "correct", "share of correct texts"
-    figure, axes = plt.subplots(figsize=(12, 6), layout="constrained")
-    points = []
-    colours = {name: plt.get_cmap("tab20")(place % 20) for place, name in enumerate(_without_controls(values))}
+    figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
+    means = {
+        name: (found["prompts"]["distinct"]["mean"], found["prompts"][quality]["mean"])
+        for name, found in values["decoders"].items()
+    }
+    means = {name: point for name, point in means.items() if None not in point}
+    points = list(means.values())
+    best = frontier(points)
+    # With the frontier itself and real text the legend has eight entries at most.
+    first = {CONSTANT, next((name for name in means if name.startswith("TempNet")), CONSTANT)}
+    named = sorted(means, key=lambda name: (name not in first, means[name] not in best))[:_NUM_NAMED]
+    colours = {name: plt.get_cmap("tab10")(place) for place, name in enumerate(named)}
     for name, found in values["decoders"].items():
-        decoder, _, control = name.partition(": ")
-        colour = colours[decoder]
+        colour = colours.get(name, "lightgrey")
         tried = [(one["distinct"]["mean"], one[quality]["mean"]) for one in values["tried"] if one["decoder"] == name]
         tried = [point for point in tried if None not in point]
         axes.scatter([x for x, _ in tried], [y for _, y in tried], s=9, alpha=0.4, color=colour)
-        x, y = found["prompts"]["distinct"], found["prompts"][quality]
-        if None in (x["mean"], y["mean"]):
+        if name not in means:
             continue
-        points.append((x["mean"], y["mean"]))
         axes.errorbar(
-            *points[-1],
-            xerr=x["half_width"] or 0.0,
-            yerr=y["half_width"] or 0.0,
-            fmt=_MARKS.get(control, "o"),
+            *means[name],
+            xerr=found["prompts"]["distinct"]["half_width"] or 0.0,
+            yerr=found["prompts"][quality]["half_width"] or 0.0,
+            fmt=_MARKS.get(name.partition(": ")[2], "o"),
             capsize=3,
             elinewidth=0.8,
             color=colour,
-            label=name,
+            label=name if name in named else None,
+            zorder=3 if name in named else 2,
         )
-    axes.plot(*zip(*frontier(points), strict=True), color="black", linewidth=0.8, label="frontier")
+    axes.plot(*zip(*best, strict=True), color="black", linewidth=0.8, label="frontier")
     if not values["has_verifier"]:
         axes.axhline(-values["human_loss"], color="black", linestyle=":", label="real text")
     axes.set(
         xlabel="distinct-2 (diversity)", ylabel=title, title="dots: tried on the choosing prompts; marks: the others"
     )
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.legend(fontsize=8, loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=120)
     plt.close(figure)
-
-
-def _without_controls(values: dict[str, Any]) -> list[str]:
-    return [name for name in values["decoders"] if ": " not in name]
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
