@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -38,10 +38,10 @@ from jobs.scoring.reward.rollouts import Temperature, gain, work_in_pool
 from jobs.scoring.reward.trainer import Figures, RewardTrainer
 from jobs.scoring.units import check_pool
 from pipelines.local_copy import local_copy
-from pipelines.storage import compute_digest, create_directory, read_json, write_json
+from pipelines.storage import compute_digest, create_directory, read_json, write_bytes, write_json
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.intervals import Interval
-from tempnet.network import PAIRED_DIRECTORY
+from tempnet.network import PAIRED_DIRECTORY, model_card
 
 CONFIGURATION_FILE = "configuration.json"
 OUTCOME_FILE = "outcome.json"
@@ -100,6 +100,7 @@ def train_reward(config: RewardConfig, *, say: Callable[[str], None] = print) ->
         outcome |= {"tracking_uri": masked(uri), "mlflow_run_id": tracked.run_id if tracked else None}
         outcome |= {"mlflow_experiment_id": tracked.experiment_id if tracked else None}
         export(trainer, outcome["export"])
+        write_card(trainer, outcome)
         write_json(f"{directory}/{OUTCOME_FILE}", outcome | {"history": trainer.history})
         if tracked:
             with survive_outage("the end of the run"):
@@ -246,6 +247,25 @@ def export(trainer: RewardTrainer, uri: str) -> None:
         load_tokenizer(plan.config.model).save_pretrained(directory)
         reference.save(directory)
         trainer.network.save_pretrained(directory / PAIRED_DIRECTORY)
+
+
+def write_card(trainer: RewardTrainer, outcome: Mapping[str, Any]) -> None:
+    """Write the model card of the export, with the verdict of :func:`compare_temperatures`."""
+    config, export, gains = trainer.plan.config, outcome["export"], outcome["gains"]
+    facts = [
+        ("base model", config.model),
+        ("training prompts", config.prompts),
+        ("verifier, reward", f"{config.verifier.name}, {config.reward}"),
+        (
+            "learned τ",
+            f"{outcome['verdict']}: {points(gains['constant'])} points over the best constant, "
+            f"{points(gains['mean_shift'])} over MeanShift, on {outcome['num_prompts']} {outcome['prompts']} prompts",
+        ),
+    ]
+    place = "/".join(export.split("/")[-3:])
+    write_bytes(
+        f"{export}/README.md", model_card({PAIRED_DIRECTORY: trainer.network}, place, "", masked(facts)).encode()
+    )
 
 
 def check_start(plan: RewardPlan) -> None:

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from jobs import train_reward
 from jobs.scoring.generation.job import prompt_text
 from jobs.scoring.reward.config import LeashSection, RewardConfig, RewardTemperatureSection
-from jobs.scoring.reward.job import compare_temperatures, export, table, train, verdict
+from jobs.scoring.reward.job import compare_temperatures, export, table, train, verdict, write_card
 from jobs.scoring.reward.plan import CONSTANTS, ROUNDS, RewardPlan, make_plan
 from jobs.scoring.reward.rollouts import Answer, Order, RolloutWorker, work_here
 from jobs.scoring.reward.trainer import RewardTrainer
@@ -295,6 +295,9 @@ def test_a_constant_is_the_start_and_temperatures_earn_more_where_it_cannot(
     assert temperatures["shuffled"]["tau_mean"] == pytest.approx(temperatures["mean_shift"]["tau_mean"], rel=0.1)
     assert result["best_goal"] in (0, *trainer.plan.goal_steps)
     export(trainer, str(tmp_path / "export"))
+    write_card(trainer, result | {"export": str(tmp_path / "export")})
+    card = (tmp_path / "export" / "README.md").read_text()
+    assert f"{result['verdict']}: {100 * result['gains']['constant']['mean']:.1f} ± " in card
     (tmp_path / "prompts.txt").write_text("def\n")
     generate(tmp_path / "export", tmp_path / "prompts.txt", tmp_path / "texts.jsonl")
     record = read(tmp_path / "texts.jsonl")[0]
