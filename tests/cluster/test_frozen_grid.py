@@ -41,7 +41,7 @@ AXES = ["--sweep.axes", "temperature.rho=1,2", "optimizer.learning_rate_tempnet=
 
 def test_a_grid_trains_from_stored_features(home: Path, reference: dict[str, Any]) -> None:
     (prepare,), (sweep,) = lines_like("jobs.prepare_features *"), lines_like("jobs.sweep frozen-rho-lr-small *")
-    run_line(prepare.replace("gpt2-ce-small", "gpt2-scratch-small"), *OPTIONS, RHO)
+    run_line(prepare, *OPTIONS, RHO)
     run_line(sweep, *(option.replace("--", "--base.", 1) for option in OPTIONS), *AXES, "--base.run.num-steps=4")
     rows = json.loads((home / "runs" / "frozen-rho-lr-small" / "results.json").read_text())["rows"]
     assert [row["num_steps"] for row in rows] == [4] * 4
@@ -56,7 +56,7 @@ def test_training_from_stored_features(
     (prepare,), (train_line,) = lines_like("jobs.prepare_features *"), lines_like("jobs.train_lm frozen-small *")
     # Another context length has features of its own.
     prepare, from_features = (
-        f"{line} --data.context-length=32".replace("gpt2-ce-small", "gpt2-scratch-small")
+        f"{line} --data.context-length=32"
         for line in (prepare, f"{train_line} --model.features --run.name=from-features")
     )
     options = [option for option in OPTIONS if "context-length" not in option]

@@ -59,7 +59,6 @@ def test_calibrating_rho(home: Path, reference: dict[str, Any]) -> None:
 
 def test_measuring_headroom(home: Path, reference: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = lines_like("jobs.calibrate headroom * --text *")
-    line = line.replace("gpt2-ce-small", "gpt2-scratch-small")
     for _ in range(2):
         run_line(line, "--max-documents", "12", "--tokens-per-document", "100")
     values = json.loads((home / "headroom" / "headroom.json").read_text())

@@ -264,7 +264,7 @@ class ModelSection:
     attention: Literal["auto", "sdpa", "flex", "eager"] = field(default="auto", metadata=recorded_as(auto="sdpa"))
     """Attention implementation of Transformers. flex: FlexAttention, which keeps packed documents apart without a mask of
     context_length² numbers; a base that is trained needs a GPU for it. sdpa takes that mask, and `eager` is faster for
-    short contexts on CPUs. auto: flex on GPUs if the base supports it, else sdpa."""
+    short contexts on CPUs. auto: sdpa, until flex has been measured on a GPU (`make gpu-check`)."""
     trust_remote_code: bool = False
     """Allow Transformers to run code that comes with the model."""
     precision: Literal["int8", "fp8"] | None = field(default=None, metadata=added_later(None))
@@ -434,15 +434,6 @@ class LanguageModelConfig(TrainingConfig):
                 "model.freeze = True (the default with a model.path) leaves nothing to train with "
                 f"temperature.loss = {self.temperature.loss!r}: choose dro, proper or ts_ce, or model.freeze False"
             )
-
-    @property
-    def tries_flex(self) -> bool:
-        """Whether FlexAttention is used if the base supports it."""
-        model = self.model
-        is_left_to_device = model.attention == "auto" and self.workers.use_gpu and not model.device_map
-        return model.attention == "flex" or (
-            is_left_to_device and not (self.data.attend_across_documents or self.is_distilled)
-        )
 
     @property
     def base_precision(self) -> str:

@@ -104,14 +104,12 @@ def _on_meta(config: LanguageModelConfig, settings: PretrainedConfig, attention:
 
 def attention_of(config: LanguageModelConfig, settings: PretrainedConfig) -> str:
     """Return Transformers' name of the attention that model.attention asks for; flex that the base lacks is refused."""
-    if not config.tries_flex:
+    if config.model.attention != "flex":
         return "eager" if config.model.attention == "eager" else "sdpa"
     try:
         _check_flex(config, settings)
     except (ValueError, ImportError) as error:
-        if config.model.attention == "flex":
-            raise ValueError(f"model.attention = 'flex': {error}; choose auto, sdpa or eager") from error
-        return "sdpa"
+        raise ValueError(f"model.attention = 'flex': {error}; choose auto, sdpa or eager") from error
     return FLEX
 
 
