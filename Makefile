@@ -36,8 +36,8 @@ run: setup  ## Make sample data, train a GPT-2 and a small CLIP, measure what te
 	$(RUN) jobs.train_lm gpt2-ce-small
 	$(RUN) jobs.calibrate headroom --model runs/gpt2-ce-small/export --text data/sample/code --output runs/headroom
 	$(RUN) jobs.train_lm gpt2-scratch-small
-	$(RUN) jobs.train_clip clip-cc3m-clip-small --run.name clip-short --run.num-steps 300
-	$(RUN) jobs.train_clip clip-cc12m-tempnet-frozen-small --model.path runs/clip-short/export --run.name clip-temperatures --run.num-steps 300 --temperature.rho 1 --temperature.tau-max 0.3
+	$(RUN) jobs.train_clip clip-cc3m-clip-small --run.name clip-short --run.num-steps 200
+	$(RUN) jobs.train_clip clip-cc12m-tempnet-frozen-small --model.path runs/clip-short/export --run.name clip-temperatures --run.num-steps 150 --temperature.rho 1 --temperature.tau-max 0.3
 	$(RUN) jobs.predict_temperatures --model runs/clip-temperatures/export --images data/sample/images/validation --output runs/clip-temperatures/temperatures --html runs/clip-temperatures/temperatures.html --label concept_frequency
 	@echo
 	@grep -h '"verdict"' runs/headroom/headroom.json

@@ -156,7 +156,7 @@ def write_corpus(
     )
 
 
-def write_code(directory: Path, *, num_documents: int = 120, roots: Sequence[Path] | None = None) -> int:
+def write_code(directory: Path, *, num_documents: int = 40, roots: Sequence[Path] | None = None) -> int:
     """Write `code-00000.jsonl.zst` with Python source, text of another kind than the prose of `write_corpus`.
 
     A document is the beginning of a file of at least MIN_CODE_CHARACTERS. `directory` appears only when it is complete.
