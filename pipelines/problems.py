@@ -151,7 +151,7 @@ def estimate_unread(archives: Sequence[Unread], kind: StrEnum, noun: str) -> Ite
     Their number is estimated from bytes and the mean size of the records that were read. Where an archive is damaged before
     its end, the number of remaining bytes is known. Where it ends early, the missing bytes are the difference to the median
     size of the intact archives or, if there are none, as many as were read, which is what a cut at a random place costs on
-    average. At least one record is missing.
+    average; where no record was read, it is the smaller of both. At least one record is missing.
     """
     intact = [archive for archive in archives if archive.num_bytes_unread is None and archive.num_records]
     sizes = [archive.num_bytes or 0 for archive in intact]  # Some filesystems do not report sizes.
@@ -166,6 +166,8 @@ def estimate_unread(archives: Sequence[Unread], kind: StrEnum, noun: str) -> Ite
             basis = f"the {num_bytes} bytes behind the damage"
         elif median:
             num_bytes, basis = max(0, round(median) - num_read), f"the {median:.0f} bytes of a whole archive"
+            if not archive.num_records:  # What no record was read of may be no such archive at all.
+                num_bytes = min(num_bytes, num_read)
         else:
             num_bytes, basis = num_read, "nothing, as its whole size is unknown: as many as could be read"
         number = round(num_bytes * (archive.num_records / num_read if archive.num_records else records_per_byte))
