@@ -101,7 +101,7 @@ def test_what_a_worker_writes_elsewhere_is_no_success(
     cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def model() -> Callable[[int], Finished]:
-        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "elsewhere" / "relative").mkdir(parents=True)
         os.chdir(tmp_path / "elsewhere")
         return lambda number: Finished(files={f"{number}.txt": b"x"})
 
