@@ -7,8 +7,6 @@ An object store answers a request after tens of milliseconds and bills each one,
 from __future__ import annotations
 
 import io
-import random
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +18,7 @@ from typing import Self, TypeAlias, TypeVar
 import pyarrow as pa
 from pyarrow import fs
 
-from pipelines.store_errors import RETRIES, explain, is_final
+from pipelines.store_errors import explain, persist
 
 Result = TypeVar("Result")
 InputFile: TypeAlias = "pa.NativeFile | RemoteFile"
@@ -29,12 +27,8 @@ InputFile: TypeAlias = "pa.NativeFile | RemoteFile"
 BLOCK_BYTES = 2**23
 """Size of a block, the unit in which objects are read. The last block of an object has the rest too, up to twice that."""
 
-_NUM_ATTEMPTS = 8
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 5.0  # in seconds
 _NUM_BLOCKS_AHEAD = 3
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "STORAGE_EMULATOR_HOST")
-# Separate from the global generator, whose state is not this module's to change.
-_jitter = random.Random()
 
 
 def is_local(filesystem: fs.FileSystem) -> bool:
@@ -115,16 +109,10 @@ class RemoteObject:
         return self._persist(get) if num_bytes else b""
 
     def _persist(self, call: Callable[[], Result]) -> Result:
-        """Return what a call returns, repeating it after pauses that double, with jitter, as long as it may help."""
-        for attempt in range(_NUM_ATTEMPTS):
-            try:
-                return call()
-            except OSError as error:
-                if is_final(error) or attempt == _NUM_ATTEMPTS - 1:
-                    raise explain(error, self.uri) from error
-                RETRIES.add()
-                time.sleep(min(_FIRST_PAUSE * 2**attempt, _LONGEST_PAUSE) * _jitter.uniform(0.5, 1.0))
-        raise AssertionError
+        try:
+            return persist(call)
+        except OSError as error:
+            raise explain(error, self.uri) from error
 
     def _version(self, filesystem: fs.FileSystem, path: str) -> str:
         """Return what changes when the object is written again: its ETag, or else its time of modification."""

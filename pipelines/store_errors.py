@@ -10,6 +10,7 @@ Every process counts its own repeated requests (`RETRIES`). The count of a readi
 from __future__ import annotations
 
 import inspect
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -39,6 +40,12 @@ _MISSING = ("NO_SUCH_KEY", "RESOURCE_NOT_FOUND", "Path does not exist", "HTTP st
 _UNREACHABLE = ("Could not connect", "Could not resolve", "Couldn't connect", "Couldn't resolve", "Timeout was reached")
 
 
+_NUM_ATTEMPTS = 8
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 5.0  # in seconds
+# Separate from the global generator, whose state is not this module's to change.
+_jitter = random.Random()
+
+
 class RefusedWriteError(PermissionError):
     """An object store lets nothing be written at a URI, which may be read."""
 
@@ -46,6 +53,23 @@ class RefusedWriteError(PermissionError):
 def is_final(error: OSError) -> bool:
     """Return whether an object store would give the same answer again, so that there is no use in asking it."""
     return isinstance(error, FileNotFoundError | PermissionError) or _holds(str(error), _ACCESS + _BUCKET + _MISSING)
+
+
+def persist(call: Callable[[], Result], unless: Callable[[OSError], bool] = lambda error: False) -> Result:
+    """Return what a call returns that may be repeated, asking again after pauses that double while that may help.
+
+    pyarrow repeats some requests itself, but neither an answer 503 that is longer than the small object that was asked for
+    (INTERNAL_FAILURE) nor more than three in a row.
+    """
+    for attempt in range(_NUM_ATTEMPTS):
+        try:
+            return call()
+        except OSError as error:
+            if is_final(error) or unless(error) or attempt == _NUM_ATTEMPTS - 1:
+                raise
+            RETRIES.add()
+            time.sleep(min(_FIRST_PAUSE * 2**attempt, _LONGEST_PAUSE) * _jitter.uniform(0.5, 1.0))
+    raise AssertionError
 
 
 def explain(error: OSError, uri: str) -> OSError:
@@ -100,12 +124,16 @@ def _explaining(
 
     @wraps(function)
     def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        try:
+        uri = str(next(iter(signature.bind(*args, **kwargs).arguments.values())))
+        if not is_store(uri):
             return function(*args, **kwargs)
+        try:
+            # A store that cannot be reached at all is named at once.
+            return persist(
+                lambda: function(*args, **kwargs), unless=lambda error: _holds(str(error), (uri, *_UNREACHABLE))
+            )
         except OSError as error:
-            uri = str(next(iter(signature.bind(*args, **kwargs).arguments.values())))
-            # An error that names the URI comes from this project, and is explained already.
-            if not is_store(uri) or uri in str(error):
+            if uri in str(error):  # It comes from this project, and is explained already.
                 raise
             raise explain_error(error, uri) from error
 

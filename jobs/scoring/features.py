@@ -23,13 +23,13 @@ from jobs.engine.cluster import start_ray
 from jobs.engine.config import WorkersSection
 from jobs.scoring.config import LanguageModelPool, PoolSection
 from jobs.scoring.units import Finished, UnitStore, Work, map_units
-from jobs.tasks.base import autocast_dtype, resolve_paths
+from jobs.tasks.base import resolve_paths
 from jobs.tasks.dual_encoder import data as pair_data
 from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.dual_encoder.data import build_encoder, caption_noise, embeddings_of, refer_to_towers
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.data import blocks_layout, features_of, refer_to_base
-from jobs.tasks.language_model.models import build_base
+from jobs.tasks.language_model.models import build_base, read_only
 from jobs.tasks.language_model.validation import to_tensors
 from jobs.tasks.text import prepare_split
 from pipelines.features import FeatureFiles, FeaturePart, Features, PairEmbeddings, describe_bytes
@@ -40,9 +40,7 @@ from pipelines.stream import Batch
 from pipelines.text.blocks import block_arrays, read_rows
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.devices import input_device, move_base
-from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.models.output_head import HEAD_FILE, save_head
-from tempnet.softmax.config import TemperatureLossConfig
 
 
 class FeatureUnit(NamedTuple):
@@ -150,15 +148,7 @@ class HiddenStates:
         base = build_base(config, tokenizer, device_map=config.model.device_map)
         base = move_base(base, "cuda" if config.workers.use_gpu else "cpu")
         self._device = input_device(base)
-        self._module = TemperatureCausalLM(
-            base,
-            None,
-            TemperatureLossConfig(name="ce", rho=0.0),
-            vocab_size=len(tokenizer),
-            freeze_base=True,
-            attend_across_documents=config.data.attend_across_documents,
-            autocast_dtype=autocast_dtype(config),
-        )
+        self._module = read_only(base, config, len(tokenizer))
         if self._module.head is None:
             raise ValueError(
                 f"model.path = {config.model.path!r} does not compute its logits from its last hidden states by a matrix "

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from pyarrow import fs
 from s3_support import ObjectStore, run_object_store
 
-from pipelines import object_store
+from pipelines import object_store, store_errors
 from pipelines.archives import list_archives
 from pipelines.block_cache import BlockCache
 from pipelines.local_copy import local_copy
@@ -61,8 +61,8 @@ def store(server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
     """Return the server, which does not fail until it is told to; pauses and blocks are short."""
     server.behave()
     monkeypatch.setattr(object_store, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(object_store, "_FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(object_store, "_LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(store_errors, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(store_errors, "_LONGEST_PAUSE", 0.01)
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     return server
@@ -317,6 +317,18 @@ def test_reads_are_repeated_after_errors_and_cut_answers_which_is_counted_and_en
     monkeypatch.setenv("TEMPNET_MODELS", str(tmp_path / "copies"))
     copy = Path(local_copy("s3://bucket/data"))
     assert {file.name: file.read_bytes() for file in copy.iterdir()} == CONTENTS
+
+
+def test_small_files_are_read_and_written_while_the_store_answers_503(store: ObjectStore) -> None:
+    """An answer 503 that is longer than the object is one of the errors that pyarrow does not repeat."""
+    write_json("s3://bucket/state.json", {"step": 20})
+    store.behave(share_failing=0.4)
+    for step in range(25):
+        assert read_json("s3://bucket/state.json") == {"step": 20}
+        write_json("s3://bucket/other.json", {"step": step})
+    assert store.counts().num_failed > 5
+    store.behave()
+    assert read_json("s3://bucket/other.json") == {"step": 24}
 
 
 def test_an_object_that_is_gone_is_named_at_once(store: ObjectStore, tmp_path: Path) -> None:

@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 from jobs.engine.resumption import whole_checkpoints
-from jobs.tasks.base import autocast_dtype
 from jobs.tasks.language_model.config import EndOfDocument, LanguageModelConfig, with_measured
-from jobs.tasks.language_model.models import build_base
+from jobs.tasks.language_model.models import build_base, read_only
 from jobs.tasks.language_model.validation import to_tensors
 from pipelines.features import Features, read_feature_range
 from pipelines.local_copy import local_copy
@@ -43,9 +42,8 @@ from tempnet.devices import input_device, move_base
 from tempnet.headroom.features import Tokens
 from tempnet.headroom.profile import Profiles
 from tempnet.headroom.run import run_headroom_test
-from tempnet.models.causal_lm import NUM_PROFILED_LOGITS, TemperatureCausalLM
+from tempnet.models.causal_lm import NUM_PROFILED_LOGITS
 from tempnet.models.output_head import HEAD_FILE, StoredBase
-from tempnet.softmax.config import TemperatureLossConfig
 
 CALIBRATION_FILE = "calibration.json"
 END, RANGE = "end_of_document", "tau_range"
@@ -210,15 +208,7 @@ class Sampler:
             base = StoredBase.load(Path(local_copy(f"{features.directory}/{HEAD_FILE}")))
             self.device = torch.device(kind)
             base.to(self.device)
-        self.module = TemperatureCausalLM(
-            base,
-            None,
-            TemperatureLossConfig(name="ce", rho=0.0),
-            vocab_size=len(tokenizer),
-            freeze_base=True,
-            attend_across_documents=config.data.attend_across_documents,
-            autocast_dtype=autocast_dtype(config),
-        )
+        self.module = read_only(base, config, len(tokenizer))
 
     @torch.no_grad()
     def logits(self, contexts: Tensor) -> Tensor:

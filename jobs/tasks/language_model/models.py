@@ -33,6 +33,7 @@ from tempnet.models.causal_lm import NUM_PROFILED_LOGITS, TemperatureCausalLM, c
 from tempnet.models.output_head import StoredBase
 from tempnet.models.packing import FLEX, document_mask, takes_document_mask
 from tempnet.network import TempNet
+from tempnet.softmax.config import TemperatureLossConfig
 from tempnet.softmax.linear import NUM_LOGITS_PER_CHUNK
 from tempnet.weights import WeightFiles, check_weight_files
 
@@ -161,6 +162,19 @@ def _options_of_loading(config: LanguageModelConfig) -> dict[str, Any]:
         "trust_remote_code": config.model.trust_remote_code,
         "attn_implementation": attention_of(config, settings),
     }
+
+
+def read_only(base: Any, config: LanguageModelConfig, vocab_size: int) -> TemperatureCausalLM:
+    """Return a frozen base, or the output layer of one, as a module without a TempNet: states and logits are read of it."""
+    return TemperatureCausalLM(
+        base,
+        None,
+        TemperatureLossConfig(name="ce", rho=0.0),
+        vocab_size=vocab_size,
+        freeze_base=True,
+        attend_across_documents=config.data.attend_across_documents,
+        autocast_dtype=autocast_dtype(config),
+    )
 
 
 def find_divisible_base(config: LanguageModelConfig) -> tuple[PreTrainedModel, WeightFiles] | None:
