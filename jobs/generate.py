@@ -16,6 +16,7 @@ from jobs.engine.command_line import refusals_on_one_line, run_job, show
 from jobs.scoring.command import ending_in_one_line
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.generation.gsm8k import divisors, majority_score
+from jobs.scoring.generation.judges import describe_judged
 
 if TYPE_CHECKING:
     from jobs.scoring.generation.job import Outcome
@@ -35,11 +36,13 @@ def main(arguments: Sequence[str]) -> int:
     from pipelines.storage import write_bytes
 
     with ending_in_one_line():
-        outcome = run(config)
-        show(sample(outcome, config))
-        show(describe(outcome, config))
+        outcomes = []
+        for one in (config, *config.others()):
+            outcomes.append((outcome := run(one), one))
+            show(sample(outcome, one))
+            show(describe(outcome, one))
         if config.html:
-            write_bytes(config.html, page(outcome, config).encode())
+            write_bytes(config.html, page(outcomes).encode())
             print(f"{config.html} shows every token coloured by its τ")
     return 0
 
@@ -76,6 +79,8 @@ def describe(outcome: Outcome, config: GenerateConfig) -> str:
         lines += _scores(outcome, config)
     elif outcome.file.path != config.output:
         lines.append(f"{config.output} holds them as {config.format} wants them")
+    if config.judged:
+        lines.append(describe_judged(config.judged, config.format, config.generator or config.model))
     return "\n".join(lines)
 
 
@@ -110,20 +115,28 @@ def _scores(outcome: Outcome, config: GenerateConfig) -> list[str]:
     return lines
 
 
-def page(outcome: Outcome, config: GenerateConfig) -> str:
-    """Return an HTML page of the generated tokens, coloured by τ, which shows τ and entropy on hover."""
+def page(outcomes: Sequence[tuple[Outcome, GenerateConfig]]) -> str:
+    """Return an HTML page of the generated tokens, coloured by τ, which shows τ and entropy on hover.
+
+    Texts of one prompt at several temperatures stand under one another.
+    """
     from jobs.tasks.language_model.report import coloured_page
 
-    sections, keys = {}, _keys(outcome, config)
-    for key in keys[:MAX_SECTIONS]:
-        record = outcome.file.records[key]
-        prompt = record["prompt"] if len(record["prompt"]) <= 120 else f"… {record['prompt'][-120:]}"
-        heading = f"{key[0]} (sample {key[1]}, turn {key[2] + 1}): {prompt}"
-        sections[heading] = (record["tokens"], record["tau"], record["entropy"], [""] * len(record["tokens"]))
+    sections, (first, config) = {}, outcomes[0]
+    keys = _keys(first, config)
+    for key in keys[: MAX_SECTIONS // len(outcomes)]:
+        for outcome, one in outcomes:
+            if (record := outcome.file.records.get(key)) is None:
+                continue
+            prompt = record["prompt"] if len(record["prompt"]) <= 120 else f"… {record['prompt'][-120:]}"
+            at = f", τ = {one.temperature}" if outcome is not first else ""
+            heading = f"{key[0]} (sample {key[1]}, turn {key[2] + 1}{at}): {prompt}"
+            sections[heading] = (record["tokens"], record["tau"], record["entropy"], [""] * len(record["tokens"]))
+    described = "\n".join(describe(*one) for one in outcomes)
     return coloured_page(
         title=f"Texts of {config.generator or config.model}",
         sections=sections,
-        summary=f"{len(sections)} of {len(keys)} texts of {outcome.file.path}\n{describe(outcome, config)}",
+        summary=f"{len(sections)} of {sum(len(_keys(*one)) for one in outcomes)} texts\n{described}",
     )
 
 

@@ -4,6 +4,7 @@ For example:
 
     python -m jobs.reproduce T4 --scale small
     python -m jobs.reproduce T4 --scale full --dry-run
+    python -m jobs.reproduce papers --output papers.md
     python -m jobs.reproduce --help
 """
 
@@ -16,6 +17,7 @@ import tyro
 from jobs.engine.command_line import FAILED, REFUSED, fail, refusals_on_one_line, run_job
 from jobs.studies.reproduction.config import ReproduceConfig
 from jobs.studies.reproduction.experiments import EXPERIMENTS, find
+from jobs.studies.reproduction.papers import PapersConfig, write_papers
 
 
 def parse(arguments: Sequence[str]) -> tuple[ReproduceConfig, bool]:
@@ -30,7 +32,8 @@ def parse(arguments: Sequence[str]) -> tuple[ReproduceConfig, bool]:
         purpose = (__doc__ or "").splitlines()[0]
         print(
             f"{purpose}\n\nusage: python -m jobs.reproduce EXPERIMENT [--scale small|full] [--seeds N] [--dry-run] …\n\n"
-            f"experiments (EXPERIMENT --help lists the options):\n{lines}"
+            f"experiments (EXPERIMENT --help lists the options):\n{lines}\n\n"
+            "python -m jobs.reproduce papers [--output FILE] writes a page of all tables and figures with their verdicts."
         )
         raise SystemExit(0 if rest else REFUSED)
     with refusals_on_one_line():
@@ -41,6 +44,11 @@ def parse(arguments: Sequence[str]) -> tuple[ReproduceConfig, bool]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status: 1 if a run failed."""
+    if arguments[:1] == ["papers"]:
+        with refusals_on_one_line():
+            page = tyro.cli(PapersConfig, args=list(arguments[1:]), prog="python -m jobs.reproduce papers")
+            print(write_papers(page))
+        return 0
     config, dry_run = parse(arguments)
     # Imported only now, so that an error in the arguments is reported without waiting for Ray to load.
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -51,6 +52,9 @@ class GenerateConfig(LocalModel):
     temperature: str = "auto"
     """Temperature. tempnet: predicted for every token; a number: that constant; greedy: always the most likely
     token. auto: tempnet if the model has one, else 1."""
+    beside: tuple[str, ...] = ()
+    """Temperatures, numbers or greedy, at which the prompts are answered too, each in a file of its own beside `output`.
+    Scores are printed for each, and `--html` shows the texts of a prompt under one another."""
     tau_max_eval: float | None = None
     """τ_max of the TempNet for this job, which rescales all predicted temperatures. Default: the saved value."""
     top_k: int = 0
@@ -75,8 +79,12 @@ class GenerateConfig(LocalModel):
     """Record the entropy of every prediction at τ = 1, in nats."""
     html: str = ""
     """Path or URI of an additional HTML page with every token coloured by its τ. Empty: no page."""
+    judged: str = ""
+    """File of a judge's answers to outputs of this job, of which the score is printed: `annotations.json` of alpaca_eval,
+    or FastChat's `gpt-4_single.jsonl` for mt-bench. Empty: no score."""
     generator: str = ""
-    """Name of the model in the output files of alpaca-eval and mt-bench. Default: the value of `--model`."""
+    """Name of the model in the output files of alpaca-eval and mt-bench. Default: the value of `--model`. Texts of
+    `--beside T` have the name with ` at T`."""
 
     def __post_init__(self) -> None:
         LocalModel.__post_init__(self)
@@ -99,6 +107,33 @@ class GenerateConfig(LocalModel):
             raise ValueError("html shows the entropy beside τ: leave out --no-entropy")
         if self.format == "alpaca-eval" and self.num_samples > 1:
             raise ValueError(f"num_samples = {self.num_samples}: alpaca-eval holds one output for an instruction")
+        if self.judged and self.format not in ("alpaca-eval", "mt-bench"):
+            raise ValueError(f"judged = {self.judged!r}: only alpaca-eval and mt-bench have a judge, not {self.format}")
+        for one in self.others():
+            if one.temperature in ("auto", "tempnet", self.temperature) or self.beside.count(one.temperature) > 1:
+                raise ValueError(
+                    f"beside = {one.temperature}: it takes numbers and greedy, each once, and not temperature"
+                )
+        if self.beside and self.html and "greedy" in self.beside:
+            raise ValueError("html colours tokens by their τ, and greedy has none: leave out one of them")
+
+    def others(self) -> list[GenerateConfig]:
+        """Return the configurations of the texts at the other temperatures."""
+        stem, dot, ending = self.output.rpartition(".")
+        name = self.generator or self.model
+        return [
+            dataclasses.replace(
+                self,
+                temperature=temperature,
+                beside=(),
+                tempnet="",
+                tau_max_eval=None,
+                html="",
+                output=f"{stem}-{temperature}{dot}{ending}" if stem else f"{ending}-{temperature}",
+                generator=f"{name} at {temperature}",
+            )
+            for temperature in self.beside
+        ]
 
     @property
     def fixed_temperature(self) -> float | None:

@@ -26,7 +26,19 @@ from tempnet.loading import load_tempnet
 from tempnet.network import TempNet
 
 # Fields that do not change any text: where texts are computed and written, and how many there are.
-_NOT_SETTINGS = ("prompts", "output", "num_samples", "batch_size", "limit", "device", "device_map", "html", "generator")
+_NOT_SETTINGS = (
+    "prompts",
+    "output",
+    "num_samples",
+    "batch_size",
+    "limit",
+    "device",
+    "device_map",
+    "html",
+    "generator",
+    "beside",
+    "judged",
+)
 _SECONDS_BETWEEN_UPLOADS = 30.0
 
 

@@ -6,12 +6,16 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.language_model.config import LanguageModelConfig
+from jobs.tasks.presets import clip
 from jobs.tasks.presets.language_models import PRESETS
+from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.network import TempNet
 from tempnet.network_config import TempNetConfig
 
@@ -55,15 +59,88 @@ def measure_overhead(scale: str, seed: int) -> dict[str, dict[str, float]]:
     if config.workers.num_threads:
         torch.set_num_threads(config.workers.num_threads)
     size = config.optimizer.batch_size
+    return _compare(
+        training=(_make_training_steps(config), size * config.data.context_length),
+        generation=(_make_generators(config), size * _NUM_NEW_TOKENS),
+    )
+
+
+def measure_llama_overhead(scale: str, seed: int) -> dict[str, dict[str, float]]:
+    """Returns what a TempNet adds to a frozen base of LLaMA 7B's width and vocabulary (Table 14), as `measure_overhead`.
+
+    At small scale the base has one of the 32 layers, and random weights. Training is one step of the TempNet against the
+    base's forward pass with the cross-entropy, which is what the base costs without a TempNet.
+    """
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from tempnet.softmax.config import TemperatureLossConfig
+
+    is_small = scale == "small"
+    torch.manual_seed(seed)
+    device = torch.device("cpu" if is_small or not torch.cuda.is_available() else "cuda")
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    with device:
+        base = AutoModelForCausalLM.from_config(LlamaConfig(num_hidden_layers=1 if is_small else 32), dtype=dtype)
+    base = base.eval().requires_grad_(False)
+    size, vocab_size = 64 if is_small else base.config.max_position_embeddings, base.config.vocab_size
+    ids, targets = torch.randint(vocab_size, (2, 1, size), device=device)
+    positions = torch.arange(size, device=device).expand(1, size)
+
+    def module(loss: str) -> TemperatureCausalLM:
+        network = TempNet(TempNetConfig.for_logits(vocab_size, rho=6.0)).to(device) if loss == "dro" else None
+        options = TemperatureLossConfig(name=loss, rho=6.0 if network else 0.0)
+        return TemperatureCausalLM(base, network, options, vocab_size=vocab_size, freeze_base=True)
+
+    plain, trained = module("ce"), module("dro")
+
+    def forward() -> None:
+        with torch.no_grad():
+            plain(ids, positions, targets)
+
+    assert trained.tempnet is not None
+    steps = {"plain": forward, "TempNet": training_step(trained, ids, positions, targets)}
+    prompts = torch.randint(vocab_size, (1, _NUM_PROMPT_TOKENS), device=device)
+    return _compare(training=(steps, size), generation=(_generators(base, trained.tempnet, prompts), _NUM_NEW_TOKENS))
+
+
+def measure_clip_overhead(scale: str, seed: int) -> dict[str, dict[str, float]]:
+    """Returns what two TempNets and the robust loss add to a training step of CLIP (Table 14), as `measure_overhead`."""
+    from jobs.tasks.dual_encoder.data import add_loss, build_encoder
+    from pipelines.text.tokenization import load_tokenizer
+
+    def form(name: str) -> Callable[[], None]:
+        config = clip.PRESETS[f"{name}-small" if scale == "small" else name]()
+        device = _find_device(config)
+        torch.manual_seed(seed)
+        if config.workers.num_threads:
+            torch.set_num_threads(config.workers.num_threads)
+        encoder = build_encoder(config, load_tokenizer(config.tokenizer, needs_eos=False))
+        size, pixels, width = config.optimizer.batch_size, config.model.image_size, config.data.num_text_tokens
+        module = add_loss(encoder, config, num_pairs=size, device=device)
+        inputs = {
+            "images": torch.randint(256, (size, pixels, pixels, 3), dtype=torch.uint8, device=device),
+            "input_ids": torch.randint(5, 100, (size, width), device=device),
+            "attention_mask": torch.ones(size, width, dtype=torch.long, device=device),
+        }
+        numbers = torch.arange(size, device=device)
+        return _step(module, lambda: module(ids=numbers, image_ids=numbers, gamma=0.8, **inputs)["loss"])
+
+    forms = {"plain": form("clip-cc3m-clip"), "TempNet": form("clip-cc3m-tempnet")}
+    return _compare(training=(forms, clip.PRESETS["clip-cc3m-clip-small"]().optimizer.batch_size))
+
+
+def _compare(**tasks: tuple[Mapping[str, Callable[[], object]], int]) -> dict[str, dict[str, float]]:
+    """Returns form → the median ratio to the plain form's time in the same round, and items per second, of every task.
+
+    Args:
+        tasks: the forms of each, and the number of tokens or pairs that one call of them takes.
+    """
     figures: dict[str, dict[str, float]] = {"plain": {}, "TempNet": {}}
-    for task, forms, num_tokens in (
-        ("training", _make_training_steps(config), size * config.data.context_length),
-        ("generation", _make_generators(config), size * _NUM_NEW_TOKENS),
-    ):
+    for task, (forms, num_items) in tasks.items():
         seconds = time_in_turn(forms, _NUM_ROUNDS)
         for form, values in seconds.items():
             ratios = [value / plain for value, plain in zip(values, seconds["plain"], strict=True)]
-            figures[form] |= {task: statistics.median(ratios), f"{task}_speed": num_tokens / statistics.median(values)}
+            figures[form] |= {task: statistics.median(ratios), f"{task}_speed": num_items / statistics.median(values)}
     return figures
 
 
@@ -85,7 +162,7 @@ def time_in_turn(forms: Mapping[str, Callable[[], object]], num_rounds: int) -> 
     return seconds
 
 
-def _find_device(config: LanguageModelConfig) -> torch.device:
+def _find_device(config: LanguageModelConfig | ClipConfig) -> torch.device:
     if not config.workers.use_gpu:
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -95,12 +172,17 @@ def _find_device(config: LanguageModelConfig) -> torch.device:
 
 def training_step(module: nn.Module, ids: Tensor, positions: Tensor, targets: Tensor) -> Callable[[], None]:
     """Returns a function that does one step: forward, backward, clipping and AdamW, always with the same batch."""
+    return _step(module, lambda: module(ids, positions, targets)["loss"])
+
+
+def _step(module: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
     # The same optimiser as in `jobs.engine.deepspeed_engine`.
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5, fused=True)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
 
     def step() -> None:
-        module(ids, positions, targets)["loss"].backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        loss().backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -130,7 +212,6 @@ def _make_generators(config: LanguageModelConfig) -> dict[str, Callable[[], None
     """Returns the functions that sample tokens for a batch of prompts, by form."""
     from jobs.tasks.language_model.models import build_base, build_tempnet, state_size
     from pipelines.text.tokenization import load_tokenizer
-    from tempnet.inference import CachedFold, attach
 
     device, tokenizer = _find_device(config), load_tokenizer(config.tokenizer)
     base = build_base(config, tokenizer).eval()
@@ -138,8 +219,14 @@ def _make_generators(config: LanguageModelConfig) -> dict[str, Callable[[], None
     rho = config.temperature.resolve_rho(len(tokenizer))
     assert rho is not None
     network = build_tempnet(config, len(tokenizer), rho, state_size=state_size(base)).eval().to(device)
-    fold = CachedFold.of(base, network)
     prompts = torch.randint(len(tokenizer), (config.optimizer.batch_size, _NUM_PROMPT_TOKENS), device=device)
+    return _generators(base, network, prompts)
+
+
+def _generators(base: Any, network: TempNet, prompts: Tensor) -> dict[str, Callable[[], None]]:
+    from tempnet.inference import CachedFold, attach
+
+    fold = CachedFold.of(base, network)
     options = {
         "input_ids": prompts,
         "attention_mask": torch.ones_like(prompts),

@@ -172,15 +172,20 @@ def _figures(result: StudyResult) -> str:
 
 
 def _statements(result: StudyResult) -> str:
-    digits = {measure.name: measure.digits for measure in result.study.measures}
     rows = [["statement", "found", "bound", "replicates", "verdict"]]
     for judged in result.judged:
-        weights, low, high = judged.statement.weights, judged.statement.low, judged.statement.high
-        num_digits = max(digits[measure] for _, measure in weights)
-        total = judged.estimate.text(num_digits, "+" if len(weights) > 1 else "") if judged.estimate else "–"
-        bound = f"> {low:,.10g}" if high == math.inf else f"{low:,.10g} to {high:,.10g}"
-        rows.append([judged.statement.text, total, bound, str(judged.num_replicates), judged.verdict])
+        found, bound = _found_and_bound(judged, result.study)
+        rows.append([judged.statement.text, found, bound, str(judged.num_replicates), judged.verdict])
     return markdown_table(rows)
+
+
+def _found_and_bound(judged: Judged, study: Study) -> tuple[str, str]:
+    """Returns, as text, the figure of a statement with its interval, and the bound that it must lie in."""
+    digits = {measure.name: measure.digits for measure in study.measures}
+    weights, low, high = judged.statement.weights, judged.statement.low, judged.statement.high
+    num_digits = max(digits[measure] for _, measure in weights)
+    found = judged.estimate.text(num_digits, "+" if len(weights) > 1 else "") if judged.estimate else "–"
+    return found, f"> {low:,.10g}" if high == math.inf else f"{low:,.10g} to {high:,.10g}"
 
 
 def as_content(work: Reproduction, results: Sequence[StudyResult]) -> dict[str, Any]:
@@ -227,6 +232,7 @@ def _study_content(work: Reproduction, result: StudyResult) -> dict[str, Any]:
                 **{name: getattr(judged.estimate, name, None) for name in ("mean", "half_width")},
                 "num_replicates": judged.num_replicates,
                 "verdict": judged.verdict,
+                "as_text": _found_and_bound(judged, study),
             }
             for judged in result.judged
         ],

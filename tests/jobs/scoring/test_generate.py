@@ -16,6 +16,7 @@ from jobs.generate import main
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.generation.formats import FORMATS
 from jobs.scoring.generation.gsm8k import extract_answer, gold_answer, majority_score
+from jobs.scoring.generation.judges import describe_judged
 from jobs.scoring.generation.sampling import EffectiveVocabulary, Request, Sampler, SeededDraw
 from tempnet import TempNet
 from tempnet.inference import can_fold, end_ids
@@ -185,7 +186,7 @@ def test_a_stop_string_ends_its_own_text_only(gpt2: Path) -> None:
     assert ended_by_string > 3
 
 
-def test_alpaca_eval(gpt2: Path, tmp_path: Path) -> None:
+def test_alpaca_eval(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     instructions = [{"instruction": prompt, "dataset": f"set {i}"} for i, prompt in enumerate(PROMPTS[:3])]
     (tmp_path / "in.json").write_text(json.dumps(instructions))
     output = tmp_path / "out.json"
@@ -198,8 +199,28 @@ def test_alpaca_eval(gpt2: Path, tmp_path: Path) -> None:
     records = read(tmp_path / "out.json.records.jsonl")
     assert [record["output"] for record in written] == [record["text"].strip() for record in records]
     assert {record["generator"] for record in written} == {"mine"}
-    generate(gpt2, tmp_path / "in.json", output, *options)
+    # Another temperature beside it: its texts are those of a run of its own, and the judge's answers are about both.
+    judged = [
+        {"generator_2": name, "preference": preference, "instruction": "", "output_2": ""}
+        for name, preferences in (("mine", (2.0, 1.4, None)), ("mine at 0.2", (1.0, 2.0, 0)))
+        for preference in preferences
+    ]
+    (tmp_path / "annotations.json").write_text(json.dumps(judged))
+    page = tmp_path / "page.html"
+    beside = ["--beside", "0.2", "--html", str(page), "--judged", str(tmp_path / "annotations.json")]
+    generate(gpt2, tmp_path / "in.json", output, *options, *beside)
     assert json.loads(output.read_text()) == written
+    printed = capsys.readouterr().out
+    assert "mine: win rate 70.00 % (standard error 30.00) of 2 instructions" in printed
+    assert "mine at 0.2: win rate 50.00 % (standard error 28.87) of 3 instructions" in printed
+    generate(gpt2, tmp_path / "in.json", tmp_path / "alone.json", "--format", "alpaca-eval", "--temperature", "0.2")
+    alone = [record["text"] for record in read(tmp_path / "alone.json.records.jsonl")]
+    assert [record["text"] for record in read(tmp_path / "out-0.2.json.records.jsonl")] == alone
+    assert page.read_text().count("τ = 0.2): ") == len(PROMPTS[:3])
+    assert "about 'mine', 'mine at 0.2': name it by --generator" in refused(
+        capsys, "--model", gpt2, "--prompts", tmp_path / "in.json", "--output", output, *options[:2], "--judged",
+        tmp_path / "annotations.json", "--generator", "other", "--max-new-tokens", "12",
+    )  # fmt: skip
 
 
 def test_mt_bench_answers_the_second_turn_after_the_first(chat: Path, tmp_path: Path) -> None:
@@ -224,6 +245,9 @@ def test_mt_bench_answers_the_second_turn_after_the_first(chat: Path, tmp_path: 
             assert after["prompt"] == f"{before['prompt']}{before['text']}<user>shorter<assistant>"
             assert set(before["tau"]) == {1.0}, "a model without a TempNet samples at 1"
     assert len({answer["answer_id"] for answer in first}) == 2
+    grades = [{"model": str(chat), "score": score, "turn": turn} for turn, score in ((1, 9), (2, 4.0), (1, -1))]
+    (tmp_path / "single.jsonl").write_text("".join(f"{json.dumps(grade)}\n" for grade in grades))
+    assert describe_judged(f"{tmp_path}/single.jsonl", "mt-bench", str(chat)).endswith("mean grade 6.50 of 2 answers")
 
 
 def test_gsm8k_is_scored_by_majorities(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

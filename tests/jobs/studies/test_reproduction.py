@@ -367,3 +367,17 @@ def test_a_part_of_a_claim_does_not_make_it_hold(tmp_path: Path) -> None:
     assert judge_claim([judged], num_left_out=part.num_left_out) == UNSEEN
     failed = Judged(statement=statement, estimate=None, num_replicates=3, verdict="does not hold")
     assert judge_claim([failed], num_left_out=part.num_left_out) == "does not hold"
+
+
+def test_the_page_of_the_papers_has_every_experiment_and_the_verdicts_of_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["T13", "--storage", str(tmp_path), "--tracking.no-enabled"]) == 0
+    assert main(["papers", "--storage", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.endswith(f"{tmp_path}/papers.md\n")
+    page = (tmp_path / "papers.md").read_text()
+    commands = set(re.findall(r"`python -m jobs.reproduce ([\w-]+)`", page))
+    assert commands == set(EXPERIMENTS)
+    assert "| `python -m jobs.reproduce T13` | **holds** (3 seeds; of 6 statements: 6 holds) |" in page
+    assert "| CLIP: 263,172 parameters | 263,172 ± 0 | 263,171.5 to 263,172.5 | holds |" in page
+    assert page.count("not run at small scale") > 20

@@ -1,0 +1,121 @@
+"""The page of all tables and figures of the papers, with the verdicts that reproductions have left in the storage.
+
+`papers.yaml` lists the tables and figures. The verdict of an experiment is that of its `results.json` at small scale: of the
+record with most seeds among those with all rows and the experiment's own number of steps.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.fs
+import yaml
+
+from jobs.engine.config import RunSection
+from jobs.studies.reproduction.experiments import EXPERIMENTS
+from pipelines.storage import read_json, resolve, write_bytes
+
+_HEAD = """# The papers, table by table
+
+Every table and figure of the four papers, the command that makes it here, and what came of it. All of it is at small scale:
+two CPU cores, the sample data or small public sets; a claim that cannot be told here may hold at the papers' scale.
+[Reproduce a table](reproduce.md) says when a claim holds. `python -m jobs.reproduce papers --output docs/papers.md` writes
+this page from the records of the experiments (`results.json`), so that a verdict stands here only where its command has run.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PapersConfig:
+    """Where the records are, and where the page goes."""
+
+    storage: str = ""
+    """Directory or URI that holds the results of experiments. Default: $TEMPNET_HOME, else ./runs."""
+    output: str = ""
+    """File to write, a path or URI. Default: papers.md in the storage."""
+
+
+def write_papers(config: PapersConfig) -> str:
+    """Writes the page, and returns where it is."""
+    storage = RunSection(name="papers", storage=config.storage).resolved_storage
+    output = config.output or f"{storage}/papers.md"
+    write_bytes(output, papers_page(_records(storage)).encode())
+    return output
+
+
+def papers_page(records: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns the page, in Markdown.
+
+    Args:
+        records: id of an experiment → content of its `results.json`.
+    """
+    content = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+    lines = [_HEAD]
+    for paper, items in content.items():
+        lines += [f"## {paper}", "", "| | what | command | verdict |", "|---|---|---|---|"]
+        lines += [
+            f"| {item} | {entry['shows']} | {' | '.join(_cells(entry, records))} |" for item, entry in items.items()
+        ]
+        lines.append("")
+    lines += ["## What was found", "", "± is half the 95 % interval over the replicates.", ""]
+    for id, record in records.items():
+        lines += [f"### {id}: {EXPERIMENTS[id].claim}", "", *_statements(record), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _records(storage: str) -> dict[str, Mapping[str, Any]]:
+    """Returns id of an experiment → its record, for those that have one."""
+    best: dict[str, Mapping[str, Any]] = {}
+    filesystem, path = resolve(storage)
+    for item in filesystem.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True)):
+        record = (
+            read_json(f"{storage}/{item.base_name}/results.json") if item.base_name.startswith("reproduce-") else None
+        )
+        if record is None or record["experiment"]["id"] not in EXPERIMENTS:
+            continue
+        id, settings = record["experiment"]["id"], record["configuration"]
+        is_whole = settings["scale"] == "small" and not settings["steps"] and not settings["arms"]
+        if is_whole and (id not in best or settings["seeds"] > best[id]["configuration"]["seeds"]):
+            best[id] = record
+    return {id: best[id] for id in EXPERIMENTS if id in best}
+
+
+def _cells(entry: Mapping[str, Any], records: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
+    """Returns the command and the verdict of a table or figure."""
+    if "not done" in entry:
+        return "–", f"not done: {entry['not done']}"
+    if "command" in entry:
+        return f"`{entry['command']}`", entry["verdict"]
+    id = entry["experiment"]
+    record = records.get(id)
+    if record is None:
+        return f"`python -m jobs.reproduce {id}`", "not run at small scale"
+    settings = record["configuration"]
+    options = [f"--seeds {settings['seeds']}"] if settings["seeds"] != 3 else []
+    options += [f"--{name} {shlex.join(settings[name])}" for name in ("change", "data") if settings[name]]
+    studies = [one for one in record["studies"] if entry.get("study") in (None, one["title"])]
+    found = [statement["verdict"] for one in studies for statement in one["statements"]]
+    return f"`{' '.join(['python -m jobs.reproduce', id, *options])}`", _verdict(found, settings["seeds"])
+
+
+def _verdict(found: Sequence[str], num_seeds: int) -> str:
+    """Returns the verdict on statements, which is that of the claim if they are all of its statements."""
+    seeds = f"{num_seeds} seed{'s' if num_seeds > 1 else ''}"
+    if not found:
+        return f"no claim is tested at this scale ({seeds})"
+    counts = {verdict: found.count(verdict) for verdict in dict.fromkeys(found)}
+    parts = ", ".join(f"{count} {verdict.removesuffix(' at this scale')}" for verdict, count in counts.items())
+    first = "does not hold" if "does not hold" in counts else "holds" if set(counts) == {"holds"} else "cannot be told"
+    return f"**{first}** ({seeds}; of {len(found)} statements: {parts})"
+
+
+def _statements(record: Mapping[str, Any]) -> Iterator[str]:
+    for number, study in enumerate(one for one in record["studies"] if one["statements"]):
+        yield from ("",) * (number > 0)
+        yield from (f"| {study['title']} | found | bound | |", "|---|---|---|---|")
+        for statement in study["statements"]:
+            verdict = statement["verdict"].removesuffix(" at this scale")
+            yield f"| {statement['text']} | {' | '.join(statement['as_text'])} | {verdict} |"
