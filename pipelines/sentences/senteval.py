@@ -1,15 +1,21 @@
-"""Read labelled sentences in the file formats of SentEval (arXiv 1803.05449), and similarity judgements.
+"""Read labelled sentences in the file formats of SentEval (arXiv 1803.05449), IMDb's reviews, and similarity judgements.
 
-Three kinds of files are read completely into memory. The first kind is SentEval's small classification tasks:
+All files are read completely into memory. The classification tasks are
 
     MR, CR, SUBJ, MPQA   two files, one per class, with one sentence per line                   10-fold cross-validation
+    IMDb                 aclImdb/{train,test}/{neg,pos}/*.txt, or aclImdb_v1.tar.gz as it is    the same, on both parts
     SST2                 SST/binary/sentiment-{train,dev,test}: sentence, tab, label            the given split
-    TREC                 train_5500.label, TREC_10.label: `LABEL:detail question`                the given split
-    MRPC                 msr_paraphrase_{train,test}.txt: a header, then label, two numbers, two sentences, by tabs
+    SST5                 SST/fine/sentiment-{train,dev,test}: label, space, sentence            the given split
+    TREC                 train_5500.label, TREC_10.label: `LABEL:detail question`               the given split
+    MRPC                 msr_paraphrase_{train,test}.txt: label, two numbers, two sentences     the given split
+    SICKEntailment       SICK_{train,trial,test_annotated}.txt: number, pair, score, label      the given split
+    SNLI                 {labels,s1,s2}.{train,dev,test}: line n of the three is a pair         the given split
+    probing tasks        probing/*.txt: tr, va or te, label, sentence                           the given split
 
-The second kind is similarity judgements, with a score and two sentences per
-line, separated by tabs. The third kind is the user's own classification data, with a label, a sentence and optionally
-a second sentence per line, separated by tabs.
+with columns separated by tabs. A directory is SentEval's `data/downstream`, or its `data`, which has the probing tasks too.
+Its caption retrieval is not read: those files are pickles, which can run any code. Similarity judgements are those of
+SentEval (`JUDGEMENT_FILES`), or a score and two sentences per line, separated by tabs. The user's own classification data
+have a label, a sentence and optionally a second sentence per line, separated by tabs.
 
 Files are decoded as UTF-8 or, if they are not valid UTF-8, as latin-1, which some of SentEval's files need. A line
 that is not a valid record is skipped and counted.
@@ -19,6 +25,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
+import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,10 +36,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pipelines.archives import ArchiveFormat
+from pipelines.lines import MAX_RECORD_BYTES, DamagedError, Decompressed, decompress
 from pipelines.local_copy import local_copy
 from pipelines.problems import Problem, note
 from pipelines.storage import compute_digest
 from pipelines.stream import Batch
+from pipelines.tars import tar_members
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -42,20 +53,58 @@ Parser = Callable[[str], Record | None]
 """Function that turns a line into a record, or None to pass over it; it raises ValueError if the line is none."""
 
 
+Source = tuple[tuple[str, ...], Parser]
+"""Files, whose lines of the same number are joined by tabs, and the parser of such a line."""
+
+
 @dataclass(frozen=True, slots=True)
 class TaskFiles:
-    """Files of each part (`train`, `dev`, `test` or `all`) of one of SentEval's tasks, with a parser for each of them."""
+    """Files of one of the tasks."""
 
-    files: Mapping[str, tuple[str, ...]]
-    parse: tuple[Parser, ...]
-    class_names: tuple[str, ...]
+    parts: Mapping[str, tuple[Source, ...]]
+    """Sources of each part: `train`, `test` and possibly `dev`; or `all`."""
+    class_names: tuple[str, ...] = ()
+    """Names of the classes. Empty: the labels of the training sentences."""
     num_header_lines: int = 0
     """Number of lines to skip at the start of each file."""
 
 
-def _make_two_files(negative: str, positive: str, class_names: tuple[str, str]) -> TaskFiles:
-    parsers: tuple[Parser, ...] = tuple(lambda line, name=name: (name, line, None) for name in class_names)  # type: ignore[misc]
-    return TaskFiles({"all": (negative, positive)}, parsers, class_names)
+_PARTS = ("train", "dev", "test")
+
+
+def _make_two_files(negative: str, positive: str, class_names: tuple[str, str] = ("negative", "positive")) -> TaskFiles:
+    def parser(name: str) -> Parser:
+        return lambda line: (name, line, None)
+
+    sources = tuple(((file,), parser(name)) for file, name in zip((negative, positive), class_names, strict=True))
+    return TaskFiles({"all": sources}, class_names)
+
+
+def _make_split(
+    files: str, parse: Parser, class_names: Sequence[str], parts: Sequence[str] = _PARTS, *, num_header_lines: int = 0
+) -> TaskFiles:
+    """Return a task with a split; the names of its parts, `train` and `test` or also `dev`, replace `{}` in the files."""
+    names = dict(zip(_PARTS if len(parts) == 3 else ("train", "test"), parts, strict=True))
+    sources = {part: ((tuple(file.format(name) for file in files.split()), parse),) for part, name in names.items()}
+    return TaskFiles(sources, tuple(class_names), num_header_lines)
+
+
+def _make_probing(file: str) -> TaskFiles:
+    marks = {"train": "tr", "dev": "va", "test": "te"}
+
+    def parser(own: str) -> Parser:
+        def parse(line: str) -> Record | None:
+            mark, _, rest = line.partition("\t")
+            if mark not in marks.values() and own == "tr":  # so that it is counted once, not in every part
+                raise ValueError(f"{mark[:20]!r} is none of tr, va, te")
+            if mark != own:
+                return None
+            label, sentence = rest.split("\t")
+            return label, sentence, None
+
+        return parse
+
+    return TaskFiles({part: (((f"probing/{file}.txt",), parser(mark)),) for part, mark in marks.items()})
 
 
 def _parse_sentence_and_label(line: str) -> Record:
@@ -68,34 +117,75 @@ def _parse_label_and_question(line: str) -> Record:
     return label.partition(":")[0], sentence, None
 
 
+def _parse_pair(line: str) -> Record:
+    label, first, second = line.split("\t")
+    return label, first, second
+
+
 def _parse_paraphrase(line: str) -> Record:
     label, _, _, first, second = line.split("\t")
     return label, first, second
 
 
-_POLARITY = ("negative", "positive")
+def _parse_sick(line: str) -> Record:
+    _, first, second, _, label = line.split("\t")
+    return label, first, second
+
+
+PROBING_FILES = {
+    "Length": "sentence_length",
+    "WordContent": "word_content",
+    "Depth": "tree_depth",
+    "TopConstituents": "top_constituents",
+    "BigramShift": "bigram_shift",
+    "Tense": "past_present",
+    "SubjNumber": "subj_number",
+    "ObjNumber": "obj_number",
+    "OddManOut": "odd_man_out",
+    "CoordinationInversion": "coordination_inversion",
+}
+"""Name of a probing task → name of its file."""
 TASK_FILES: dict[str, TaskFiles] = {
-    "MR": _make_two_files("MR/rt-polarity.neg", "MR/rt-polarity.pos", _POLARITY),
-    "CR": _make_two_files("CR/custrev.neg", "CR/custrev.pos", _POLARITY),
+    "MR": _make_two_files("MR/rt-polarity.neg", "MR/rt-polarity.pos"),
+    "CR": _make_two_files("CR/custrev.neg", "CR/custrev.pos"),
     "SUBJ": _make_two_files("SUBJ/subj.objective", "SUBJ/subj.subjective", ("objective", "subjective")),
-    "MPQA": _make_two_files("MPQA/mpqa.neg", "MPQA/mpqa.pos", _POLARITY),
-    "SST2": TaskFiles(
-        {part: (f"SST/binary/sentiment-{part}",) for part in ("train", "dev", "test")},
-        (_parse_sentence_and_label,),
-        ("0", "1"),
-    ),
-    "TREC": TaskFiles(
-        {"train": ("TREC/train_5500.label",), "test": ("TREC/TREC_10.label",)},
-        (_parse_label_and_question,),
+    "MPQA": _make_two_files("MPQA/mpqa.neg", "MPQA/mpqa.pos"),
+    "IMDb": TaskFiles({"all": ()}, ("negative", "positive")),  # a file per review: `_Reader.reviews`
+    "SST2": _make_split("SST/binary/sentiment-{}", _parse_sentence_and_label, "01"),
+    "SST5": _make_split("SST/fine/sentiment-{}", _parse_label_and_question, "01234"),
+    "TREC": _make_split(
+        "TREC/{}.label",
+        _parse_label_and_question,
         ("ABBR", "DESC", "ENTY", "HUM", "LOC", "NUM"),
+        ("train_5500", "TREC_10"),
     ),
-    "MRPC": TaskFiles(
-        {part: (f"MRPC/msr_paraphrase_{part}.txt",) for part in ("train", "test")},
-        (_parse_paraphrase,),
-        ("0", "1"),
+    "MRPC": _make_split("MRPC/msr_paraphrase_{}.txt", _parse_paraphrase, "01", ("train", "test"), num_header_lines=1),
+    "SICKEntailment": _make_split(
+        "SICK/SICK_{}.txt",
+        _parse_sick,
+        ("CONTRADICTION", "NEUTRAL", "ENTAILMENT"),
+        ("train", "trial", "test_annotated"),
         num_header_lines=1,
     ),
+    "SNLI": _make_split(
+        "SNLI/labels.{} SNLI/s1.{} SNLI/s2.{}", _parse_pair, ("entailment", "neutral", "contradiction")
+    ),
+    **{name: _make_probing(file) for name, file in PROBING_FILES.items()},
 }
+_STS_SETS = {
+    "STS12": "MSRpar MSRvid SMTeuroparl surprise.OnWN surprise.SMTnews",
+    "STS13": "FNWN headlines OnWN",
+    "STS14": "deft-forum deft-news headlines images OnWN tweet-news",
+    "STS15": "answers-forums answers-students belief headlines images",
+    "STS16": "answer-answer headlines plagiarism postediting question-question",
+}
+JUDGEMENT_FILES = {
+    name: tuple(tuple(f"STS/{name}-en-test/STS.{kind}.{one}.txt" for kind in ("gs", "input")) for one in sets.split())
+    for name, sets in _STS_SETS.items()
+} | {"STSBenchmark": (("STS/STSBenchmark/sts-test.csv",),), "SICKRelatedness": (("SICK/SICK_test_annotated.txt",),)}
+"""Name of judgements of SentEval → the files of each of their data sets: scores and pairs, or one file of test pairs."""
+_REVIEWS, _REVIEWS_ARCHIVE, _NUM_REVIEWS = "aclImdb", "aclImdb_v1.tar.gz", 50_000
+_REVIEW = re.compile(rf"{_REVIEWS}/(?:train|test)/(neg|pos)/[^/]+\.txt")
 
 
 class LineProblemKind(StrEnum):
@@ -104,6 +194,8 @@ class LineProblemKind(StrEnum):
     MISSING_FIELD = "missing_field"
     EMPTY_SENTENCE = "empty_sentence"
     UNKNOWN_LABEL = "unknown_label"
+    UNREAD_REVIEW = "unread_review"
+    """The review is missing in an archive that cannot be read to its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +251,13 @@ class Judgements:
     """Similarity of each pair, where a higher score means more similar: (n,) float64."""
     problems: Mapping[str, int]
     examples: list[str]
+    sizes: tuple[int, ...] = ()
+    """Number of pairs of each of the data sets, over which correlations are averaged; empty: they are one data set."""
 
     @property
     def digest(self) -> str:
         """Hash of all sentences and scores as 16 hex digits."""
-        return compute_digest([self.first, self.second, self.scores.tolist()])
+        return compute_digest([self.first, self.second, self.scores.tolist(), *self.sizes])
 
     @property
     def num_lines(self) -> int:
@@ -172,38 +266,65 @@ class Judgements:
 
 
 TASK_NAMES = tuple(TASK_FILES)
+SENTEVAL_NAMES = (*(name for name in TASK_NAMES if name != "IMDb"), *JUDGEMENT_FILES)
+"""SentEval's own tasks, and its judgements."""
+FINE_TUNED_NAMES = ("MR", "CR", "SUBJ", "MPQA", "IMDb", "SST2", "TREC", "MRPC")
+"""The tasks of TripleEntropy."""
 
 
-def present_tasks(directory: str | Path) -> tuple[str, ...]:
-    """Return the names of the tasks whose folders exist in `directory`."""
-    place = Path(local_copy(str(directory)))
-    if not place.is_dir():
+def check_task(name: str, known: Sequence[str], field: str = "task ") -> None:
+    """Check that the name of a task, in a field that the message names, is known."""
+    if name == "ImageCaptionRetrieval":
+        raise ValueError(
+            f"{field}ImageCaptionRetrieval is not read: SentEval has its images and captions in COCO/*.pkl only, and "
+            "reading a pickle can run any code"
+        )
+    if name not in known:
+        raise ValueError(f"{field}{name!r} is unknown: choose one of {', '.join(known)}")
+
+
+def present_tasks(directory: str | Path, names: Sequence[str]) -> tuple[str, ...]:
+    """Return those of the names whose folders, or files of probing tasks, exist in `directory`."""
+    if not Path(local_copy(str(directory))).is_dir():
         raise FileNotFoundError(f"{str(directory)!r} is no directory")
-    names = tuple(name for name in TASK_NAMES if Path(place, {"SST2": "SST"}.get(name, name)).is_dir())
-    if not names:
-        raise FileNotFoundError(f"{str(directory)!r} holds no folder of {', '.join(TASK_NAMES)}")
-    return names
+
+    def is_present(name: str) -> bool:
+        if name == "IMDb":
+            return any((_root(directory, name) / one).exists() for one in (_REVIEWS, _REVIEWS_ARCHIVE))
+        is_judged = name in JUDGEMENT_FILES
+        first = JUDGEMENT_FILES[name][0][0] if is_judged else next(iter(TASK_FILES[name].parts.values()))[0][0][0]
+        file = _root(directory, name) / first
+        return (file if name in PROBING_FILES else file.parent).exists()
+
+    found = tuple(name for name in names if is_present(name))
+    if not found:
+        raise FileNotFoundError(f"{str(directory)!r} holds no folder of {', '.join(names)}")
+    return found
+
+
+def _root(directory: str | Path, name: str) -> Path:
+    """Return the local directory of a task's files: SentEval's `data` has all but the probing tasks in `downstream`."""
+    place = Path(local_copy(str(directory)))
+    return place / "downstream" if name not in PROBING_FILES and (place / "downstream").is_dir() else place
 
 
 def read_task(directory: str | Path, name: str) -> SentenceTask:
-    """Read one of SentEval's classification tasks (TASK_NAMES) below a directory or URI such as its `data/downstream`."""
-    if name not in TASK_FILES:
-        raise ValueError(f"task {name!r} is unknown: choose one of {', '.join(TASK_NAMES)}")
-    task, reader, place = TASK_FILES[name], _Reader(), Path(local_copy(str(directory)))
-    parts = {}
-    for part, files in task.files.items():
+    """Read a classification task (TASK_NAMES) below a directory or URI such as SentEval's `data/downstream`."""
+    check_task(name, TASK_NAMES)
+    task, reader, place = TASK_FILES[name], _Reader(), _root(directory, name)
+    parts, class_names = {}, task.class_names
+    for part, sources in task.parts.items():
         records = [
             record
-            for file, parse in zip(files, task.parse, strict=True)
-            for record in reader.records(place, file, parse, task.class_names, task.num_header_lines)
+            for files, parse in sources
+            for record in reader.records(place, files, parse, class_names, task.num_header_lines)
         ]
-        parts[part] = _collect_examples(records, task.class_names, f"{name}, {' and '.join(files)}")
+        records += reader.reviews(place) if name == "IMDb" else ()
+        class_names = class_names or tuple(sorted({label for label, _, _ in records}))
+        where = " and ".join(file for files, _ in sources for file in files) or _REVIEWS
+        parts[part] = _collect_examples(records, class_names, f"{name}, {where}")
     return SentenceTask(
-        name=name,
-        class_names=task.class_names,
-        parts=parts,
-        problems=dict(reader.problems),
-        examples=reader.examples,
+        name=name, class_names=class_names, parts=parts, problems=dict(reader.problems), examples=reader.examples
     )
 
 
@@ -232,7 +353,7 @@ def read_labelled(path: str | Path, class_names: Sequence[str] = ()) -> Sentence
             raise ValueError(f"{len(sentences) + 1} columns where the first line has {num_columns}")
         return label.strip(), sentences[0], sentences[1] if num_columns == 3 else None
 
-    records = list(reader.records(path.parent, path.name, parse, class_names))
+    records = list(reader.records(path.parent, (path.name,), parse, class_names))
     names = tuple(class_names) or tuple(sorted({label for label, _, _ in records}))
     if len(names) < 2:
         raise ValueError(f"{path} holds {len(names)} class ({', '.join(names)}): a classifier needs two or more")
@@ -248,22 +369,43 @@ def read_labelled(path: str | Path, class_names: Sequence[str] = ()) -> Sentence
 def read_judgements(path: str | Path, name: str) -> Judgements:
     """Read similarity judgements from a file with a score and two sentences per line, separated by tabs.
 
-    In lines of seven or more columns, as in the STS benchmark, these are the fifth to the seventh column. A line with
-    an empty score, as in some STS files, is skipped and is not a problem. Fewer than three pairs raise ValueError.
+    In lines of seven or more columns, as in the STS benchmark, these are the fifth to the seventh column; in lines of five,
+    as in SICK, the fourth, the second and the third. A line with an empty score, as in some STS files, is skipped and is not
+    a problem. Fewer than three pairs raise ValueError.
     """
+    place = Path(local_copy(str(path)))
+    return _judge(place.parent, name, [(place.name,)], 0)
+
+
+def read_senteval(directory: str | Path, name: str) -> SentenceTask | Judgements:
+    """Read one of SentEval's tasks or judgements (SENTEVAL_NAMES) below a directory or URI."""
+    if name not in JUDGEMENT_FILES:
+        return read_task(directory, name)
+    return _judge(_root(directory, name), name, JUDGEMENT_FILES[name], int(name == "SICKRelatedness"))
+
+
+def _judge(place: Path, name: str, sets: Sequence[tuple[str, ...]], num_header_lines: int) -> Judgements:
+    """Read judgements in one or several data sets, each of one file or of a file of scores and one of pairs."""
 
     def parse(line: str) -> Record | None:
         entries = line.split("\t")
-        score, *sentences = entries[4:7] if len(entries) >= 7 else entries
+        columns = entries[4:7] if len(entries) >= 7 else entries
+        score, *sentences = [entries[3], *entries[1:3]] if len(entries) == 5 else columns
         if len(entries) >= 3 and not score.strip():
             return None
         first, second = sentences
         return str(float(score)), first, second
 
-    reader, place = _Reader(), Path(local_copy(str(path)))
-    records = list(reader.records(place.parent, place.name, parse))
-    if len(records) < 3:
-        raise ValueError(f"{path} holds {len(records)} pairs of sentences with a score: a correlation needs 3 or more")
+    reader, records, sizes = _Reader(), list[Record](), list[int]()
+    for files in sets:
+        found = list(reader.records(place, files, parse, (), num_header_lines))
+        if len(found) < 3:
+            where = " and ".join(str(place / file) for file in files)
+            raise ValueError(
+                f"{where} holds {len(found)} pairs of sentences with a score: a correlation needs 3 or more"
+            )
+        records += found
+        sizes.append(len(found))
     return Judgements(
         name=name,
         first=[first for _, first, _ in records],
@@ -271,6 +413,7 @@ def read_judgements(path: str | Path, name: str) -> Judgements:
         scores=np.array([float(score) for score, _, _ in records]),
         problems=dict(reader.problems),
         examples=reader.examples,
+        sizes=tuple(sizes) if len(sizes) > 1 else (),
     )
 
 
@@ -297,25 +440,75 @@ class _Reader:
         self.problems, self.examples = Counter[str](), list[str]()
 
     def records(
-        self, directory: Path, file: str, parse: Parser, class_names: Sequence[str] = (), num_header_lines: int = 0
+        self,
+        directory: Path,
+        files: Sequence[str],
+        parse: Parser,
+        class_names: Sequence[str] = (),
+        num_header_lines: int = 0,
     ) -> Iterator[Record]:
-        for number, line in itertools.islice(_read_lines(directory / file), num_header_lines, None):
+        """Yield the records of a file, or of files whose lines of the same number are joined by tabs."""
+        columns = [list(itertools.islice(_read_lines(directory / one), num_header_lines, None)) for one in files]
+        if len({len(lines) for lines in columns}) > 1:
+            sizes = ", ".join(f"{file} {len(lines)}" for file, lines in zip(files, columns, strict=True))
+            raise ValueError(f"files that belong together have different numbers of lines: {sizes}")
+        for lines in zip(*columns, strict=True):
+            where = f"{files[0]}:{lines[0][0]}"
             try:
-                if (record := parse(line)) is None:
-                    continue
+                record = parse("\t".join(line for _, line in lines))
             except ValueError as error:
-                self._skip(LineProblemKind.MISSING_FIELD, f"{file}:{number}", str(error))
+                self._skip(LineProblemKind.MISSING_FIELD, where, str(error))
                 continue
-            label, first, second = record
-            if not first.strip() or (second is not None and not second.strip()):
-                self._skip(LineProblemKind.EMPTY_SENTENCE, f"{file}:{number}", repr(line[:40]))
-            elif not label or (class_names and label not in class_names):
-                self._skip(LineProblemKind.UNKNOWN_LABEL, f"{file}:{number}", repr(label))
-            else:
+            if record is not None and self._is_whole(record, where, class_names):
+                label, first, second = record
                 yield label, first.strip(), None if second is None else second.strip()
 
-    def _skip(self, kind: LineProblemKind, where: str, detail: str) -> None:
-        note(Problem(kind=kind, where=where, detail=detail), self.problems, self.examples)
+    def reviews(self, directory: Path) -> Iterator[Record]:
+        """Yield IMDb's reviews, ordered by their names in the archive, from its folder or from the archive itself."""
+        place, reviews = directory / _REVIEWS, dict[str, bytes]()
+        if place.is_dir():
+            for path in place.glob("*/*/*.txt"):
+                if _REVIEW.fullmatch(name := f"{_REVIEWS}/{path.relative_to(place).as_posix()}"):
+                    reviews[name] = path.read_bytes()
+        else:
+            self._read_archive(directory / _REVIEWS_ARCHIVE, reviews)
+        for name in sorted(reviews):
+            found = _REVIEW.fullmatch(name)
+            assert found is not None
+            record = {"neg": "negative", "pos": "positive"}[found[1]], _decode(reviews[name]).strip(), None
+            if self._is_whole(record, name, ()):
+                yield record
+
+    def _read_archive(self, path: Path, reviews: dict[str, bytes]) -> None:
+        """Read the reviews of the archive, of which those that are missing are counted if it cannot be read to its end."""
+        with path.open("rb") as file:
+            try:
+                for info, member in tar_members(Decompressed(decompress(file, 0, ArchiveFormat.JSONL_GZ))):
+                    if not _REVIEW.fullmatch(name := info.name.removeprefix("./")):
+                        continue
+                    if not info.isreg() or info.size > MAX_RECORD_BYTES:
+                        detail = f"no plain file of at most {MAX_RECORD_BYTES} bytes"
+                        self._skip(LineProblemKind.UNREAD_REVIEW, name, detail)
+                        continue
+                    content = member.read(info.size)
+                    if not member.is_cut:
+                        reviews[name] = content
+            except (DamagedError, tarfile.TarError) as error:
+                self._skip(LineProblemKind.UNREAD_REVIEW, path.name, str(error), max(1, _NUM_REVIEWS - len(reviews)))
+
+    def _is_whole(self, record: Record, where: str, class_names: Sequence[str]) -> bool:
+        """Return whether a record has all that it needs; otherwise it is counted."""
+        label, first, second = record
+        if not first.strip() or (second is not None and not second.strip()):
+            self._skip(LineProblemKind.EMPTY_SENTENCE, where, repr(first[:40]))
+        elif not label or (class_names and label not in class_names):
+            self._skip(LineProblemKind.UNKNOWN_LABEL, where, repr(label))
+        else:
+            return True
+        return False
+
+    def _skip(self, kind: LineProblemKind, where: str, detail: str, count: int = 1) -> None:
+        note(Problem(kind=kind, where=where, detail=detail, count=count), self.problems, self.examples)
 
 
 def _decode(data: bytes) -> str:

@@ -8,7 +8,7 @@ from typing import Literal
 from jobs.engine.config import TrackingSection
 from jobs.engine.fields import find_duplicate, named_values
 from jobs.scoring.config import EvaluationConfig, check_least, check_share
-from pipelines.sentences.senteval import TASK_NAMES, present_tasks
+from pipelines.sentences.senteval import SENTEVAL_NAMES, check_task, present_tasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,11 +16,14 @@ class EvaluateSentencesConfig(EvaluationConfig):
     """The models and the data; every model is evaluated on all the data."""
 
     models: tuple[str, ...]
-    """Directories, URIs or hub names of the models: exports of `train_sentences`, or any Transformers text encoders."""
+    """Directories, URIs or hub names of the models: exports of `train_sentences`, or any Transformers text encoders, trained
+    or not. glove:FILE is the mean of word vectors from a text file, with a word and its numbers per line."""
     data: str = ""
-    """Directory in SentEval's layout (MR/, CR/, SUBJ/, MPQA/, SST/, TREC/, MRPC/). Empty: no tasks."""
+    """SentEval's `data/downstream`, or its `data`, which has the probing tasks too. Empty: no tasks."""
     tasks: tuple[str, ...] = ()
-    """Tasks to evaluate on, of MR, CR, SUBJ, MPQA, SST2, TREC, MRPC. Empty: all tasks found in `data`."""
+    """Tasks to evaluate on, by SentEval's names: MR, CR, SUBJ, MPQA, SST2, SST5, TREC, MRPC, SNLI, SICKEntailment, the ten
+    probing tasks, and by the cosine STS12 to STS16, STSBenchmark and SICKRelatedness. Empty: all that are found in `data`
+    but SNLI, whose regression takes hours."""
     similarity: tuple[str, ...] = ()
     """Similarity judgements as NAME=FILE: lines of score, tab, sentence, tab, sentence; or files of the STS
     benchmark."""
@@ -54,8 +57,7 @@ class EvaluateSentencesConfig(EvaluationConfig):
         if self.tasks and not self.data:
             raise ValueError("tasks needs data, the directory that they are in")
         for name in self.tasks:
-            if name not in TASK_NAMES:
-                raise ValueError(f"tasks: {name!r} is unknown: choose one of {', '.join(TASK_NAMES)}")
+            check_task(name, SENTEVAL_NAMES, "tasks: ")
         if again := find_duplicate([*self.tasks, *named_values("similarity", self.similarity)]):
             raise ValueError(f"tasks and similarity name {again!r} twice")
         check_least(self, num_folds=2, num_inner_folds=2, num_tokens=0, batch_size=1)
@@ -64,4 +66,6 @@ class EvaluateSentencesConfig(EvaluationConfig):
     @property
     def present_tasks(self) -> tuple[str, ...]:
         """The tasks to evaluate on; their directory must exist and contain some (FileNotFoundError)."""
-        return (self.tasks or present_tasks(self.data)) if self.data else ()
+        if not self.data:
+            return ()
+        return self.tasks or present_tasks(self.data, [name for name in SENTEVAL_NAMES if name != "SNLI"])

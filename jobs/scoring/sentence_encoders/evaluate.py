@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerFast
 
 from jobs.engine.export import model_digest
 from jobs.engine.fields import absolute_path, named_values
@@ -24,12 +25,27 @@ from jobs.engine.tracking import resolve_uri
 from jobs.scoring.models import LoadedModel, ModelSpec, model_labels
 from jobs.scoring.results import Column, Results, percent_table, publish_evaluation
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
-from jobs.scoring.sentence_encoders.transfer import Labelled, pair_features, similarity_figures, transfer_accuracy
+from jobs.scoring.sentence_encoders.transfer import (
+    INVERSE_STRENGTHS,
+    UNREGULARISED,
+    Labelled,
+    pair_features,
+    similarity_figures,
+    transfer_accuracy,
+)
 from jobs.scoring.units import Finished, UnitStore, Work, map_units
 from pipelines.local_copy import check_source, local_copy
 from pipelines.problems import TooManyProblemsError
-from pipelines.sentences.senteval import Examples, Judgements, SentenceTask, read_judgements, read_task
+from pipelines.sentences.senteval import (
+    PROBING_FILES,
+    Examples,
+    Judgements,
+    SentenceTask,
+    read_judgements,
+    read_senteval,
+)
 from pipelines.text.tokenization import load_tokenizer
+from tempnet.fingerprints import files_digest
 from tempnet.models.sentence_encoder import SentenceEncoder, num_positions, saved_num_tokens
 
 # Increase this whenever the same input would give other figures.
@@ -45,7 +61,60 @@ _TITLES = {
     "num_unreadable": "unreadable",
     "share_cut": "cut to the model's tokens",
     "mean_accuracy": "mean accuracy",
+    "mean_probing": "mean accuracy of the probing tasks",
 }
+_GLOVE = "glove:"
+
+Embed = Callable[[Sequence[str]], tuple[np.ndarray, int]]
+"""Function that returns the embeddings (n, d) of n texts, and the number of texts that were cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class WordVectors:
+    """Word vectors; the embedding of a text is their mean, as in SentEval's example of a bag of words."""
+
+    rows: Mapping[str, int]
+    vectors: np.ndarray
+    """Vectors of all words: (V, d) float32."""
+
+    @classmethod
+    def read(cls, path: str, *, num_lines: int | None = None) -> WordVectors:
+        """Read a text file as GloVe's, or its first lines: a word (which may hold spaces) and d numbers, by spaces.
+
+        A first line of two numbers, as word2vec writes it, is passed over. The first of equal words counts.
+        """
+        words, vectors, size = dict[str, int](), list[np.ndarray](), 0
+        with Path(path).open("rb") as file:
+            for number, line in enumerate(itertools.islice(file, num_lines), start=1):
+                if number == 1 and len(line.split()) == 2:
+                    continue
+                size = size or len(line.split()) - 1
+                word, *values = line.rstrip().rsplit(b" ", size)
+                try:
+                    vectors.append(np.array(values, dtype=np.float32).reshape(size))
+                except ValueError:
+                    raise ValueError(
+                        f"{path}:{number} has no word with {size} numbers, as the lines before it"
+                    ) from None
+                words.setdefault(word.decode("utf-8", "replace"), len(vectors) - 1)
+        if not vectors or not size:
+            raise ValueError(f"{path} holds no word vectors: lines of a word and its numbers, separated by spaces")
+        if not np.isfinite(table := np.stack(vectors)).all():
+            raise ValueError(f"{path} holds numbers that are not finite")
+        return cls(words, table)
+
+    def embed(self, texts: Sequence[str]) -> np.ndarray:
+        """Returns the mean vectors (n, d) of the words between spaces, which are also looked up in lower case.
+
+        Words without a vector are passed over. A text without any has the vector of the full stop, or else 0.
+        """
+        found = np.zeros((len(texts), self.vectors.shape[1]), dtype=np.float32)
+        for place, text in enumerate(texts):
+            rows = [self.rows.get(word, self.rows.get(word.lower())) for word in text.split()]
+            known = [row for row in rows if row is not None] or ([self.rows["."]] if "." in self.rows else [])
+            if known:
+                found[place] = self.vectors[known].mean(0)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,16 +122,29 @@ class SentenceEncoderSpec(ModelSpec):
     """Description of a sentence encoder."""
 
     num_tokens: int
-    """Maximum number of tokens per sentence; longer sentences are cut."""
+    """Maximum number of tokens per sentence; longer sentences are cut. 0 for word vectors."""
+
+    @property
+    def vectors(self) -> str:
+        """Path or URI of the word vectors; empty for a Transformers encoder."""
+        return self.path.removeprefix(_GLOVE) if self.path.startswith(_GLOVE) else ""
 
     @classmethod
     def read(cls, label: str, path: str, config: EvaluateSentencesConfig) -> SentenceEncoderSpec:
-        """Returns the description of an encoder, which is loaded once to check that it can be.
+        """Returns the description of an encoder, which is loaded once to check that it can be (of vectors, the first lines).
 
         Raises:
             ValueError: naming the path, if there is no encoder, if it has no tokenizer, or if it has fewer positions
                 than `num_tokens`.
         """
+        if path.startswith(_GLOVE):
+            try:
+                file = local_copy(path.removeprefix(_GLOVE))
+                WordVectors.read(file, num_lines=100)
+            except (OSError, ValueError) as error:
+                raise ValueError(f"models: {error}") from error
+            digest = files_digest([Path(file)])
+            return cls(label=label, path=_GLOVE + absolute_path(path.removeprefix(_GLOVE)), digest=digest, num_tokens=0)
         try:
             check_source(place := local_copy(path))
             encoder = SentenceEncoder.from_pretrained(place).encoder
@@ -128,41 +210,54 @@ class CellComputer:
 
     def __call__(self, cell: Cell) -> Finished:
         """Compute accuracy or correlations, the number of sentences or pairs, and the share of texts that were cut."""
-        encoder, tokenizer = self._encoder.get(cell.model), load_tokenizer(cell.model.path, needs_eos=False)
         return Finished(
-            files={cell.file: compute(cell, encoder, tokenizer, batch_size=self._config.batch_size)},
+            files={cell.file: compute(cell, self._encoder.get(cell.model))},
             num_cases=cell.data.num_lines if isinstance(cell.data, SentenceTask) else len(cell.data.first),
         )
 
-    def _load(self, spec: SentenceEncoderSpec) -> SentenceEncoder:
-        model = SentenceEncoder.from_pretrained(local_copy(spec.path), autocast_dtype=_DTYPES[self._config.precision])
-        return model.to("cuda" if self._config.workers.use_gpu else "cpu")
+    def _load(self, spec: SentenceEncoderSpec) -> Embed:
+        if spec.vectors:
+            vectors = WordVectors.read(local_copy(spec.vectors))
+            return lambda texts: (vectors.embed(texts), 0)
+        config, tokenizer = self._config, load_tokenizer(spec.path, needs_eos=False)
+        model = SentenceEncoder.from_pretrained(local_copy(spec.path), autocast_dtype=_DTYPES[config.precision])
+        model.to("cuda" if config.workers.use_gpu else "cpu")
+
+        def embed(texts: Sequence[str]) -> tuple[np.ndarray, int]:
+            lengths = [len(row) for row in tokenizer(list(texts), verbose=False)["input_ids"]]
+            rows = model.encode(texts, tokenizer, num_tokens=spec.num_tokens, batch_size=config.batch_size)
+            return rows.numpy(), sum(length > spec.num_tokens for length in lengths)
+
+        return embed
 
 
-def compute(
-    cell: Cell, model: SentenceEncoder, tokenizer: PreTrainedTokenizerFast, *, batch_size: int
-) -> dict[str, float]:
+def compute(cell: Cell, embed: Embed) -> dict[str, float]:
     """Returns the figures of a cell, see :class:`CellComputer`."""
     num_texts = num_cut = 0
 
     def encode(texts: Sequence[str]) -> np.ndarray:
         nonlocal num_texts, num_cut
+        rows, cut = embed(texts)
         num_texts += len(texts)
-        num_cut += sum(len(row) > cell.model.num_tokens for row in tokenizer(list(texts), verbose=False)["input_ids"])
-        return model.encode(texts, tokenizer, num_tokens=cell.model.num_tokens, batch_size=batch_size).numpy()
+        num_cut += cut
+        return rows
+
+    data = cell.data
+    is_snli = data.name == "SNLI"
 
     def labelled(examples: Examples) -> Labelled:
         features = encode(examples.first)
         if examples.second is not None:
-            features = pair_features(features, encode(examples.second))
+            features = pair_features(features, encode(examples.second), with_both=is_snli)
         return Labelled(features, examples.labels)
 
-    data = cell.data
     if isinstance(data, Judgements):
-        figures = similarity_figures(encode(data.first), encode(data.second), data.scores)
+        figures = similarity_figures(encode(data.first), encode(data.second), data.scores, data.sizes)
         return figures | {"num_pairs": len(data.first), "share_cut": num_cut / num_texts}
     folds = {name: value for name, value in cell.options.items() if name != "precision"}
-    accuracy = transfer_accuracy({name: labelled(part) for name, part in data.parts.items()}, **folds)
+    strengths = UNREGULARISED if is_snli else INVERSE_STRENGTHS
+    parts = {name: labelled(part) for name, part in data.parts.items()}
+    accuracy = transfer_accuracy(parts, **folds, strengths=strengths)
     num_sentences = sum(map(len, data.parts.values()))
     return {"accuracy": accuracy, "num_sentences": num_sentences, "share_cut": num_cut / num_texts}
 
@@ -198,27 +293,30 @@ def evaluate(config: EvaluateSentencesConfig) -> Results:
 
 
 def sentence_table(columns: Sequence[Column]) -> str:
-    """Returns the table; its last row is the mean accuracy, unless a column lacks an accuracy that another one has."""
+    """Returns the table; its last rows are mean accuracies, unless a column lacks an accuracy that another one has."""
     names = {name for column in columns for name in column.metrics if name.endswith("/accuracy")}
-    if names and all(names <= column.metrics.keys() for column in columns):
+    if all(names <= column.metrics.keys() for column in columns):
         columns = [
-            dataclasses.replace(column, metrics={**column.metrics, "mean_accuracy": mean_accuracy(column) or 0.0})
-            for column in columns
+            dataclasses.replace(column, metrics={**column.metrics, **mean_accuracies(column)}) for column in columns
         ]
     return percent_table(columns, _TITLES, hidden_if_zero=("num_unreadable", "share_cut"))
 
 
-def mean_accuracy(column: Column) -> float | None:
-    """Returns the mean accuracy over the tasks, from 0 to 1; None if there are no tasks."""
-    accuracies = [value for name, value in column.metrics.items() if name.endswith("/accuracy")]
-    return statistics.fmean(accuracies) if accuracies else None
+def mean_accuracies(column: Column) -> dict[str, float]:
+    """Returns the mean accuracy, from 0 to 1, over the probing tasks and over the others, where there are any."""
+    found: dict[str, list[float]] = {}
+    for name, value in column.metrics.items():
+        task, _, figure = name.rpartition("/")
+        if figure == "accuracy":
+            found.setdefault("mean_probing" if task in PROBING_FILES else "mean_accuracy", []).append(value)
+    return {name: statistics.fmean(found[name]) for name in ("mean_accuracy", "mean_probing") if name in found}
 
 
 def read_data(config: EvaluateSentencesConfig) -> list[SentenceTask | Judgements]:
     """Read all the data to evaluate on."""
     field = "data"
     try:
-        data: list[SentenceTask | Judgements] = [read_task(config.data, name) for name in config.present_tasks]
+        data: list[SentenceTask | Judgements] = [read_senteval(config.data, name) for name in config.present_tasks]
         field = "similarity"
         data += [read_judgements(file, name) for name, file in named_values("similarity", config.similarity).items()]
     except (OSError, ValueError) as error:

@@ -1,15 +1,15 @@
 """Evaluation of frozen sentence embeddings on small tasks by logistic regression, as in SentEval (arXiv 1803.05449 §3).
 
-If a task has test sentences, the regularisation is chosen on its development sentences, or by cross-validation on the
-training sentences if it has none. Otherwise accuracy is the mean over cross-validation folds, and the regularisation is
-chosen anew within every fold.
+It has no hidden layer, which is SentEval's default. If a task has test sentences, the regularisation is chosen on its
+development sentences, or by cross-validation on the training sentences if it has none. Otherwise accuracy is the mean over
+cross-validation folds, and the regularisation is chosen anew within every fold.
 
 Shapes: n sentences, d size of the embedding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,8 @@ from sklearn.model_selection import StratifiedKFold
 
 # SentEval's grid of inverse regularisation strengths.
 INVERSE_STRENGTHS = tuple(2.0**power for power in range(-2, 4))
+# Of SNLI, whose regression has next to no regularisation in SentEval.
+UNREGULARISED = (1e9,)
 _NUM_ITERATIONS = 1000
 
 
@@ -33,12 +35,20 @@ class Labelled:
         return Labelled(self.features[rows], self.labels[rows])
 
 
-def pair_features(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Returns the features (n, 2d) of sentence pairs: |u − v| and u·v, element by element."""
-    return np.concatenate([np.abs(first - second), first * second], axis=1)
+def pair_features(first: np.ndarray, second: np.ndarray, *, with_both: bool = False) -> np.ndarray:
+    """Returns the features (n, 2d) of sentence pairs: |u − v| and u·v, element by element; (n, 4d) with u and v too."""
+    both = [first, second] if with_both else []
+    return np.concatenate([*both, np.abs(first - second), first * second], axis=1)
 
 
-def transfer_accuracy(parts: Mapping[str, Labelled], *, num_folds: int, num_inner_folds: int, seed: int) -> float:
+def transfer_accuracy(
+    parts: Mapping[str, Labelled],
+    *,
+    num_folds: int,
+    num_inner_folds: int,
+    seed: int,
+    strengths: Sequence[float] = INVERSE_STRENGTHS,
+) -> float:
     """Returns the accuracy of a logistic regression, from 0 to 1.
 
     Args:
@@ -46,36 +56,49 @@ def transfer_accuracy(parts: Mapping[str, Labelled], *, num_folds: int, num_inne
         num_folds: number of folds into which `all` is divided.
         num_inner_folds: number of folds used to choose the regularisation if there is no `dev`.
         seed: random seed of the folds.
+        strengths: inverse regularisation strengths, of which one is chosen.
     """
     if "all" not in parts:
         train = parts["train"]
-        if "dev" in parts:
-            best = max(INVERSE_STRENGTHS, key=lambda strength: _accuracy(train, parts["dev"], strength))
+        if len(strengths) == 1:
+            best = strengths[0]
+        elif "dev" in parts:
+            best = max(strengths, key=lambda strength: _accuracy(train, parts["dev"], strength))
         else:
-            best = _chosen_within(train, num_inner_folds, seed)
+            best = _chosen_within(train, num_inner_folds, seed, strengths)
         return _accuracy(train, parts["test"], best)
     data = parts["all"]
     accuracies = []
     for inside, outside in _folds(data, num_folds, seed):
-        best = _chosen_within(inside, num_inner_folds, seed)
+        best = _chosen_within(inside, num_inner_folds, seed, strengths)
         accuracies.append(_accuracy(inside, outside, best))
     return float(np.mean(accuracies))
 
 
-def similarity_figures(first: np.ndarray, second: np.ndarray, scores: np.ndarray) -> dict[str, float]:
-    """Returns Spearman's and Pearson's correlation of the cosines of embeddings (n, d) with the judgements (n,)."""
+def similarity_figures(
+    first: np.ndarray, second: np.ndarray, scores: np.ndarray, sizes: Sequence[int] = ()
+) -> dict[str, float]:
+    """Returns Spearman's and Pearson's correlation of the cosines of embeddings (n, d) with the judgements (n,).
+
+    Of several data sets with `sizes` of pairs, which follow each other, it is the mean (SentEval's `all`, `mean`).
+    """
     norms = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
     cosines = (first * second).sum(1) / np.maximum(norms, 1e-12)
-    return {"spearman": float(spearmanr(cosines, scores)[0]), "pearson": float(pearsonr(cosines, scores)[0])}
+    ends = np.cumsum(sizes)[:-1].astype(int)
+    sets = list(zip(np.split(cosines, ends), np.split(scores, ends), strict=True))
+    return {
+        "spearman": float(np.mean([spearmanr(*pair)[0] for pair in sets])),
+        "pearson": float(np.mean([pearsonr(*pair)[0] for pair in sets])),
+    }
 
 
-def _chosen_within(data: Labelled, num_folds: int, seed: int) -> float:
+def _chosen_within(data: Labelled, num_folds: int, seed: int, strengths: Sequence[float]) -> float:
     folds = _folds(data, num_folds, seed)
 
     def mean(strength: float) -> float:
         return float(np.mean([_accuracy(inside, outside, strength) for inside, outside in folds]))
 
-    return max(INVERSE_STRENGTHS, key=mean)  # among equal ones this takes the strongest regularisation
+    return max(strengths, key=mean)  # among equal ones this takes the strongest regularisation
 
 
 def _folds(data: Labelled, num_folds: int, seed: int) -> list[tuple[Labelled, Labelled]]:

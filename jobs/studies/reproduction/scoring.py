@@ -108,7 +108,7 @@ class Retrieval(Scoring):
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer(Scoring):
-    """Scores sentence encoders on SentEval's tasks: `<task>/accuracy`, and `mean_accuracy`."""
+    """Scores sentence encoders on SentEval's tasks: `<task>/accuracy`, `mean_accuracy`, `mean_probing`."""
 
     directory: str
     num_folds: int = 10
@@ -122,7 +122,7 @@ class Transfer(Scoring):
     def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
         """Scores the runs with `jobs.evaluate_sentences`."""
         from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
-        from jobs.scoring.sentence_encoders.evaluate import evaluate, mean_accuracy
+        from jobs.scoring.sentence_encoders.evaluate import evaluate, mean_accuracies
 
         columns = evaluate(
             EvaluateSentencesConfig(
@@ -135,8 +135,7 @@ class Transfer(Scoring):
             )
         ).columns
         return {
-            run.name: {**column.metrics, "mean_accuracy": mean_accuracy(column) or 0.0}
-            for run, column in zip(runs, columns, strict=True)
+            run.name: {**column.metrics, **mean_accuracies(column)} for run, column in zip(runs, columns, strict=True)
         }
 
 

@@ -20,7 +20,7 @@ from jobs.engine.fields import (
     values_of,
     with_absolute_paths,
 )
-from pipelines.sentences.senteval import TASK_NAMES, present_tasks
+from pipelines.sentences.senteval import FINE_TUNED_NAMES, TASK_NAMES, check_task, present_tasks
 from tempnet.soft_triple import SoftTripleConfig, SoftTripleOptions
 
 
@@ -29,10 +29,12 @@ class LabelledSection:
     """The labelled sentences: tasks of SentEval, or a file of your own."""
 
     directory: str = field(default="", metadata=PATH)
-    """Directory in SentEval's layout (MR/, CR/, SUBJ/, MPQA/, SST/, TREC/, MRPC/). Give either this or `file`."""
+    """Directory in SentEval's layout (MR/, CR/, SUBJ/, MPQA/, SST/, TREC/, MRPC/), which may also hold IMDb's `aclImdb/` or
+    `aclImdb_v1.tar.gz`. Give either this or `file`."""
     tasks: tuple[str, ...] = ()
-    """Tasks to train on, from MR, CR, SUBJ, MPQA, SST2, TREC and MRPC. If a task has a training split, only its
-    training sentences are divided into folds. If empty: all tasks found in `directory`."""
+    """Tasks to train on: IMDb or SentEval's MR, CR, SUBJ, MPQA, SST2, SST5, TREC, MRPC, SNLI, SICKEntailment or a probing
+    task. If a task has a training split, only its training sentences are divided into folds. If empty: those of
+    TripleEntropy (MR, CR, SUBJ, MPQA, IMDb, SST2, TREC, MRPC) that are found in `directory`."""
     file: str = field(default="", metadata=PATH)
     """File with your own data instead of `directory`: one example per line, as label, tab, sentence and, for pairs,
     another tab and the second sentence."""
@@ -52,8 +54,8 @@ class LabelledSection:
     def __post_init__(self) -> None:
         if bool(self.file) == bool(self.directory):
             raise ValueError("data: give either data.directory, in SentEval's layout, or data.file")
-        if unknown := [name for name in self.tasks if name not in TASK_NAMES]:
-            raise ValueError(f"data.tasks: {unknown[0]!r} is unknown: choose from {', '.join(TASK_NAMES)}")
+        for name in self.tasks:
+            check_task(name, TASK_NAMES, "data.tasks: ")
         if again := find_duplicate(self.tasks):
             raise ValueError(f"data.tasks names {again!r} twice")
         if self.file and self.tasks:
@@ -229,7 +231,7 @@ class CrossValidationConfig(_SharedConfig):
         if self.data.file:
             return ("",)
         try:
-            return self.data.tasks or present_tasks(self.data.directory)
+            return self.data.tasks or present_tasks(self.data.directory, FINE_TUNED_NAMES)
         except (FileNotFoundError, ValueError) as error:
             raise type(error)(f"data.directory: {error}") from error
 

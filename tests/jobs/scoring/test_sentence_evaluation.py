@@ -8,13 +8,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scipy.stats import spearmanr
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GridSearchCV, StratifiedKFold, cross_val_score
 from transformers import AutoConfig, AutoModel
 
 from jobs.scoring.results import Column
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
-from jobs.scoring.sentence_encoders.evaluate import CellComputer, SentenceEncoderSpec, cells, read_data, sentence_table
+from jobs.scoring.sentence_encoders.evaluate import (
+    CellComputer,
+    SentenceEncoderSpec,
+    WordVectors,
+    cells,
+    read_data,
+    sentence_table,
+)
 from jobs.scoring.sentence_encoders.transfer import (
     INVERSE_STRENGTHS,
     Labelled,
@@ -23,7 +31,7 @@ from jobs.scoring.sentence_encoders.transfer import (
     transfer_accuracy,
 )
 from pipelines.problems import TooManyProblemsError
-from pipelines.sentences.senteval import read_judgements, read_task
+from pipelines.sentences.senteval import JUDGEMENT_FILES, read_judgements, read_senteval, read_task
 from pipelines.text.tokenization import load_tokenizer, train_wordpiece
 from tempnet.models.sentence_encoder import SentenceEncoder
 
@@ -98,6 +106,7 @@ def test_a_given_split_chooses_on_its_development_sentences_or_within_the_traini
 def test_pairs_are_compared_element_by_element_and_by_their_cosine() -> None:
     first, second = np.array([[1.0, -2.0]]), np.array([[3.0, 1.0]])
     assert pair_features(first, second).tolist() == [[2.0, 3.0, 3.0, -2.0]]
+    assert pair_features(first, second, with_both=True).tolist() == [[1.0, -2.0, 3.0, 1.0, 2.0, 3.0, 3.0, -2.0]]
     first, second = np.random.default_rng(0).normal(size=(2, 30, 4))
     cosines = (first * second).sum(1) / np.linalg.norm(first, axis=1) / np.linalg.norm(second, axis=1)
     figures = similarity_figures(first, 7.0 * second, 2.0 * cosines + 1.0)
@@ -118,6 +127,35 @@ def test_judgements_are_read_in_both_forms(data: Path, tmp_path: Path) -> None:
     file.write_text("1\ta\tb\n")
     with pytest.raises(ValueError, match="holds 1 pairs of sentences with a score: a correlation needs 3 or more"):
         read_judgements(file, "sts")
+
+
+def test_sts_is_the_mean_over_its_data_sets(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for size, (scores, pairs) in zip((4, 6, 8), JUDGEMENT_FILES["STS13"], strict=True):
+        (tmp_path / pairs).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / scores).write_text("".join(f"{n % 5}\n" if n else "\n" for n in range(size)))
+        (tmp_path / pairs).write_text("".join(f"one {n}\ttwo {n}\n" for n in range(size)))
+    data = read_senteval(tmp_path, "STS13")
+    assert data.sizes == (3, 5, 7)  # The first pair of each has no score.
+    assert (data.first[3], data.second[3], data.scores[3]) == ("one 1", "two 1", 1.0)
+    first, second = rng.normal(size=(2, 15, 4))
+    cosines = (first * second).sum(1) / np.linalg.norm(first, axis=1) / np.linalg.norm(second, axis=1)
+    wanted = [spearmanr(cosines[part], data.scores[part])[0] for part in (slice(3), slice(3, 8), slice(8, 15))]
+    assert similarity_figures(first, second, data.scores, data.sizes)["spearman"] == pytest.approx(np.mean(wanted))
+
+
+def test_word_vectors_are_averaged_and_a_damaged_line_is_named(data: Path, tmp_path: Path) -> None:
+    path = tmp_path / "glove.txt"
+    path.write_text("3 2\nGood 9 9\ngood 1 2\n. . . 5 6\nbad -1 0.5\n. 0 1\n")
+    vectors = WordVectors.read(str(path))
+    assert vectors.embed(["good BAD unknown", "Good", "none", "?"]).tolist() == [[0, 1.25], [9, 9], [0, 1], [0, 1]]
+    config = EvaluateSentencesConfig(models=(f"glove:{path}",), data=str(data), tasks=("MR",), num_folds=4)
+    spec = SentenceEncoderSpec.read("glove", config.models[0], config)
+    (cell,) = cells(config, [spec], read_data(config))
+    assert CellComputer(config)(cell).files[cell.file]["accuracy"] == 1.0  # The class is a word of the sentence.
+    path.write_text("good 1 2\nbad 1\n")
+    with pytest.raises(ValueError, match=r"models: .*glove\.txt:2 has no word with 2 numbers"):
+        SentenceEncoderSpec.read("glove", config.models[0], config)
 
 
 def test_encoding_does_not_depend_on_batches_and_cuts_long_sentences(model: str, data: Path) -> None:
@@ -180,7 +218,7 @@ def test_what_is_wrong_with_the_data_is_said(model: str, data: Path, tmp_path: P
 
 def test_the_table_has_a_mean_over_the_tasks_that_every_model_has() -> None:
     metrics = {"MR/accuracy": 0.7, "MR/num_sentences": 1234, "CR/accuracy": 0.8, "MR/num_unreadable": 0}
-    metrics |= {"sts/spearman": 0.5, "MR/share_cut": 0.125, "CR/share_cut": 0.0}
+    metrics |= {"sts/spearman": 0.5, "MR/share_cut": 0.125, "CR/share_cut": 0.0, "Depth/accuracy": 0.3}
     small = Column(title="small", parameters={}, metrics=metrics)
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in sentence_table([small]).splitlines()]
     assert [row for row in lines if not row[0].startswith(":")] == [
@@ -190,7 +228,9 @@ def test_the_table_has_a_mean_over_the_tasks_that_every_model_has() -> None:
         ["CR accuracy", "80.00"],
         ["sts Spearman", "50.00"],
         ["MR cut to the model's tokens", "12.50"],
+        ["Depth accuracy", "30.00"],
         ["mean accuracy", "75.00"],
+        ["mean accuracy of the probing tasks", "30.00"],
     ]
     # A model whose cell failed has a gap. A mean over fewer tasks would look like one over all, so none is shown.
     table = sentence_table([small, Column(title="gap", parameters={}, metrics={"CR/accuracy": 0.9})])

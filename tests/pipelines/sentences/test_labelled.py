@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,7 +10,17 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from pipelines.sentences.senteval import TASK_NAMES, Examples, LabelledSource, read_labelled, read_task
+from pipelines.sentences.senteval import (
+    PROBING_FILES,
+    SENTEVAL_NAMES,
+    TASK_NAMES,
+    Examples,
+    LabelledSource,
+    present_tasks,
+    read_labelled,
+    read_senteval,
+    read_task,
+)
 from pipelines.text.tokenization import train_wordpiece
 
 
@@ -75,9 +86,79 @@ def test_mrpc_is_of_pairs_with_a_header_and_a_mark_and_lines_that_are_no_records
     assert task.examples[0].startswith("MRPC/msr_paraphrase_train.txt:4 (missing_field")
 
 
+def test_pairs_of_snli_lie_in_three_files_and_those_of_sick_in_one(tmp_path: Path) -> None:
+    for part in ("train", "dev", "test"):
+        labels, first, second = b"neutral\n-\nentailment\ncontradiction\n", b"a\nb\nc\nd\n", b"e\nf\ng\nh\n"
+        write(tmp_path, {f"SNLI/labels.{part}": labels, f"SNLI/s1.{part}": first, f"SNLI/s2.{part}": second})
+    rows = b"pair_ID\tsentence_A\tsentence_B\trelatedness_score\tentailment_judgment\n" + b"".join(
+        b"%d\tone %d\ttwo %d\t%d.5\t%s\n" % (n, n, n, n, kind)
+        for n, kind in enumerate((b"NEUTRAL", b"ENTAILMENT", b"CONTRADICTION"))
+    )
+    write(tmp_path, {f"SICK/SICK_{part}.txt": rows for part in ("train", "trial", "test_annotated")})
+    snli, sick = read_task(tmp_path, "SNLI").parts["dev"], read_task(tmp_path, "SICKEntailment").parts["dev"]
+    assert (snli.first, snli.second, snli.labels.tolist()) == (["a", "c", "d"], ["e", "g", "h"], [1, 0, 2])
+    assert (sick.first[1], sick.second and sick.second[1], sick.labels.tolist()) == ("one 1", "two 1", [1, 2, 0])
+    judged = read_senteval(tmp_path, "SICKRelatedness")
+    assert (judged.first, judged.scores.tolist()) == (["one 0", "one 1", "one 2"], [0.5, 1.5, 2.5])
+    write(tmp_path, {"SNLI/s2.dev": b"e\n"})
+    with pytest.raises(
+        ValueError, match=r"different numbers of lines: SNLI/labels\.dev 4, SNLI/s1\.dev 4, SNLI/s2\.dev 1"
+    ):
+        read_task(tmp_path, "SNLI")
+
+
+def test_probing_tasks_have_their_parts_in_one_file_and_are_found_in_sentevals_data(tmp_path: Path) -> None:
+    lines = "".join(f"{mark}\t{label}\tA {mark} {label} .\n" for mark in ("tr", "va", "te") for label in ("O", "I"))
+    lines += "tr\tO\nxx\tO\tlost\nva\tU\tof no class\n"
+    write(tmp_path, {f"probing/{file}.txt": lines.encode() for file in PROBING_FILES.values()})
+    for name in ("MR/rt-polarity.neg", "MR/rt-polarity.pos"):
+        write(tmp_path, {f"downstream/{name}": b"a film\n"})
+    assert present_tasks(tmp_path, SENTEVAL_NAMES) == ("MR", *PROBING_FILES)
+    assert present_tasks(tmp_path / "downstream", SENTEVAL_NAMES) == ("MR",)
+    assert len(read_task(tmp_path, "MR").parts["all"]) == 2
+    task = read_task(tmp_path, "CoordinationInversion")
+    assert task.class_names == ("I", "O")
+    assert {part: examples.first for part, examples in task.parts.items()} == {
+        part: [f"A {mark} O .", f"A {mark} I ."] for part, mark in (("train", "tr"), ("dev", "va"), ("test", "te"))
+    }
+    assert task.parts["test"].labels.tolist() == [1, 0]
+    assert task.problems == {"missing_field": 2, "unknown_label": 1}
+
+
+def test_imdb_is_read_from_its_folder_and_from_its_archive_alike(tmp_path: Path) -> None:
+    files = {
+        f"aclImdb/{part}/{kind}/{n}_7.txt": f"{kind} {part} {n} <br /> caf\xe9 {n}\n".encode("latin-1")
+        for part in ("train", "test")
+        for kind in ("neg", "pos")
+        for n in range(5)
+    } | {"aclImdb/train/pos/9_7.txt": b" ", "aclImdb/train/unsup/0_0.txt": b"no class", "aclImdb/README": b"no review"}
+    folder = write(tmp_path / "folder", files)
+    whole = tmp_path / "archive" / "aclImdb_v1.tar.gz"
+    whole.parent.mkdir()
+    with tarfile.open(whole, "w:gz") as tar:
+        tar.add(folder / "aclImdb", "aclImdb")
+    task, packed = read_task(folder, "IMDb"), read_task(whole.parent, "IMDb")
+    assert task.digest == packed.digest
+    assert task.parts["all"].first[0] == "neg test 0 <br /> café 0"
+    assert np.bincount(task.parts["all"].labels).tolist() == [10, 10]
+    assert task.problems == packed.problems == {"empty_sentence": 1}
+    assert present_tasks(folder, ("MR", "IMDb")) == present_tasks(whole.parent, ("MR", "IMDb")) == ("IMDb",)
+    assert list(whole.parent.iterdir()) == [whole]
+    # Of a download that was cut, the reviews that are missing of all 50 000 are lost.
+    write(tmp_path / "cut", {whole.name: whole.read_bytes()[:-200]})
+    cut = read_task(tmp_path / "cut", "IMDb")
+    assert 0 < len(cut.parts["all"]) <= 20
+    assert cut.problems["unread_review"] >= 50_000 - 21
+    assert "aclImdb_v1.tar.gz (unread_review: corrupt gzip stream" in cut.examples[0]
+
+
 def test_an_empty_class_an_unknown_task_and_a_missing_file_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"task 'IMDB' is unknown: choose one of {', '.join(TASK_NAMES)}"):
         read_task(tmp_path, "IMDB")
+    with pytest.raises(
+        ValueError, match=r"ImageCaptionRetrieval is not read: .* COCO/\*\.pkl only, and reading a pickle"
+    ):
+        read_task(tmp_path, "ImageCaptionRetrieval")
     with pytest.raises(FileNotFoundError, match=r"rt-polarity\.neg"):
         read_task(tmp_path, "MR")
     files = {"CR/custrev.neg": b"\n", "CR/custrev.pos": b"fine\n"}
