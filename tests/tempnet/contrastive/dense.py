@@ -33,6 +33,8 @@ class Dense:
     log_tau: Tensor | None = None
     table: Tensor | None = None
     state: list[dict[int, dict[str, Tensor]]] = field(default_factory=lambda: [{}, {}])
+    outputs: list[Tensor] = field(default_factory=lambda: [torch.zeros(0), torch.zeros(0)])
+    """τ, log u and ∂/∂τ of the last batch (3, B) of each modality; NaN without negatives, or where a loss has none."""
 
     def __call__(self, image: Tensor, text: Tensor, ids: Tensor, image_ids: Tensor, gamma: float) -> Tensor:
         similarity = image @ text.T
@@ -49,11 +51,14 @@ class Dense:
     ) -> Tensor:
         name, size = self.config.name, len(ids)
         is_negative = image_ids[:, None] != image_ids[None]
+        self.outputs[modality] = outputs = torch.full((3, size), torch.nan, dtype=torch.float64)
+        outputs[0] = 1.0
         if name == "temperature_free":
             clamped = similarity.clamp(1e-6 - 1, 1 - 1e-6)
             logits = torch.log((1 + clamped) / (1 - clamped))
             return self.cross_entropy(logits, torch.ones(size, dtype=logits.dtype), is_negative)
         tau = self.tau(modality, anchors, ids)
+        outputs[0] = tau.detach()
         if name in ("clip", "clip_fixed", "cyclip", "tempnet_in_batch"):
             return self.cross_entropy(similarity, tau, is_negative)
 
@@ -61,7 +66,7 @@ class Dense:
         h = similarity - similarity.diag()[:, None]
         log_u = self.estimates(modality, h, tau, ids, is_negative, gamma)
         rho = self.config.rho if name in ("isogclr", "tempnet") else 0.0
-        total, self.duals = similarity.sum() * 0, {}
+        total, duals = similarity.sum() * 0, dict[int, list[Tensor]]()
         for i in range(size):
             if not is_negative[i].any():
                 continue
@@ -72,8 +77,9 @@ class Dense:
             # The value is τ·(log u + ρ); the gradient flows through h under the weights, and through τ times G.
             graph = (weights * h[i][is_negative[i]]).sum() + (tau[i] * dual if tau[i].requires_grad else 0.0)
             total = total + (tau[i] * (estimate + rho) - graph).detach() + graph
-            self.duals.setdefault(int(ids[i]), []).append(dual)
-        self.update(modality, log_u, self.duals)
+            duals.setdefault(int(ids[i]), []).append(dual)
+            outputs[1:, i] = torch.stack([estimate, dual])
+        self.update(modality, log_u, duals)
         return total / size
 
     def estimates(

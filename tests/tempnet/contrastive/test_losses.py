@@ -1,6 +1,6 @@
-"""Every loss against a dense float64 transcription with autograd: value, gradients, state; alone, and several at a time.
+"""Every loss against a dense float64 transcription with autograd: value, gradients, outputs and state.
 
-The losses on one space are tested against their definition, vector by vector.
+Alone, several at a time, and on one space.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from pytorch_metric_learning.losses import NTXentLoss
-from torch import Tensor
 
 from tempnet.contrastive.config import ContrastiveLossConfig, check_negatives, gamma_at
 from tempnet.contrastive.losses import ContrastiveLoss, contrastive_losses
@@ -71,6 +68,14 @@ def errors(
         }
         for (key, parameter), copy in zip(loss.named_parameters(), dense.parameters, strict=True):
             pairs[key] = parameter.grad, copy.grad
+        has = {"tau": True, "log_u": loss.state is not None, "dual_gradient": name in ("isogclr", "tempnet")}
+        for place, key in enumerate(has if dtype == torch.float64 else ()):
+            value, wanted = output[key], torch.stack([outputs[place] for outputs in dense.outputs])  # type: ignore[literal-required]
+            assert (value is not None) == has[key]
+            if value is not None:
+                assert not value.requires_grad
+                is_known = ~wanted.isnan()
+                pairs[f"{key} of the anchors"] = value[is_known], wanted[is_known]
         for key, (value, expected) in pairs.items():
             found[key] = max(found.get(key, 0.0), relative_error(value, expected))
     if loss.state is not None:
@@ -92,13 +97,14 @@ def errors(
 @pytest.mark.parametrize("tile_size", [1, 5, 64])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_dense_transcription_is_met(name: str, tile_size: int) -> None:
-    """The batches have 12 pairs, with and without repeated ids and images; tiles of 5 divide neither."""
-    for repeats in (True, False):
+    """Batches of 12 and of 3 pairs, with and without repeated ids and images; tiles of 5 divide neither."""
+    for num_pairs, repeats, gamma in ((12, True, 0.7), (12, False, 1.0), (3, False, 0.01)):
         # A second visit makes the moving average matter, and the momentum of the temperatures.
-        batches = [make_batch(12, seed=3, repeats=repeats)] * 2
-        found = errors(name, batches, tile_size=tile_size)
-        # The state is float32 in both implementations.
-        assert all(value < (2e-7 if "state" in key else 1e-9) for key, value in found.items()), found
+        batches = [make_batch(num_pairs, seed=3, repeats=repeats)] * 2
+        found = errors(name, batches, tile_size=tile_size, gammas=[gamma])
+        # The state is float32 in both implementations; gradients of few pairs may be sums that all but cancel.
+        tolerance = 1e-9 if num_pairs == 12 else 1e-6
+        assert all(value < (2e-7 if "of the" in key else tolerance) for key, value in found.items()), found
 
 
 @pytest.mark.parametrize("name", ["sogclr", "sogclr_given", "isogclr", "tempnet"])
@@ -122,21 +128,6 @@ def test_float32_and_bfloat16_inputs(name: str) -> None:
     # The similarities of bfloat16 rows are exact; only the gradients are rounded to the inputs' type.
     assert found["loss"] < 1e-6, found
     assert max(found["image"], found["text"]) < 5e-3, found
-
-
-@given(
-    name=st.sampled_from(NAMES),
-    num_pairs=st.integers(2, 9),
-    seed=st.integers(0, 10_000),
-    repeats=st.booleans(),
-    tile_size=st.integers(1, 10),
-    gamma=st.sampled_from([0.01, 0.5, 1.0]),
-)
-def test_any_batch(name: str, num_pairs: int, seed: int, repeats: bool, tile_size: int, gamma: float) -> None:
-    batches = [make_batch(num_pairs, seed=seed, repeats=repeats)] * 2
-    found = errors(name, batches, tile_size=tile_size, gammas=[gamma], rho=0.3)
-    # Gradients of few pairs may be sums that all but cancel; with one negative and ρ = 0 that of τ is rounding alone.
-    assert max(found.values()) < 1e-6, found
 
 
 def test_without_stop_gradient_the_embeddings_feel_tau() -> None:
@@ -194,24 +185,6 @@ def test_extreme_cosines_have_finite_artanh(dtype: torch.dtype) -> None:
     assert image.grad is not None
     assert torch.isfinite(image.grad).all()
     assert image.grad.abs().max() < 1e7
-
-
-def test_the_outputs_are_what_the_formulas_say() -> None:
-    batch, loss = make_batch(12, seed=3), make_loss(make_config("tempnet"))
-    dense = make_dense(loss)
-    for _ in range(2):
-        output = run(loss, batch)
-        dense(batch.image, batch.text, batch.ids, batch.image_ids, 0.7)
-    assert output["log_u"] is not None
-    assert output["dual_gradient"] is not None
-    assert loss.text_tempnet is not None
-    torch.testing.assert_close(output["tau"][1], loss.text_tempnet(batch.text))
-    for row, id_ in enumerate(batch.ids.tolist()):
-        assert abs(float(output["log_u"][1, row] - dense.state[1][id_]["log_u"])) < 1e-6
-        assert min(abs(float(output["dual_gradient"][1, row] - dual)) for dual in dense.duals[id_]) < 1e-6
-    assert not any(value.requires_grad for value in (output["tau"], output["log_u"], output["dual_gradient"]))
-    clip = run(make_loss(make_config("clip")), batch)
-    assert (clip["log_u"], clip["dual_gradient"]) == (None, None)
 
 
 def test_autocast_evaluation_and_a_frozen_encoder_change_nothing_else() -> None:
@@ -326,57 +299,29 @@ def test_gamma_falls_over_the_first_half() -> None:
     assert gamma_at(make_config("sogclr", gamma=0.9), 7, 10) == 0.9
 
 
-def by_the_formula(loss: UnimodalLoss, anchors: Tensor, positives: Tensor, ids: Tensor) -> Tensor:
-    """Compute a loss on one space, one vector at a time.
-
-    For global losses it is the first visit, where u of a document is the mean of the g of its spans.
-    """
-    z, n, inner = torch.cat([anchors, positives]), len(anchors), loss.bimodal
-    config, document = inner.config, ids.repeat(2).tolist()
-    if inner.image_tempnet is not None:
-        tau = inner.image_tempnet(z)
-    else:
-        tau = (inner.learned.log_tau.exp() if inner.learned else z.new_full((1,), config.tau)).expand(len(z))
-    losses, scaled, log_g = [], [], {}
-    for v in range(2 * n):
-        mate = (v + n) % (2 * n)
-        others = [w for w in range(2 * n) if w not in (v, mate)]
-        scores = z[v] @ z[[mate, *others]].T
-        if config.name == "temperature_free":
-            losses.append(-(2 * scores.atanh()).log_softmax(0)[0])
-        elif config.kind.normaliser == "in_batch":
-            losses.append(-(scores / tau[v]).log_softmax(0)[0])
-        else:
-            h = scores[1:] - scores[0]
-            scaled.append(h)
-            log_g.setdefault(document[v], []).append((h / tau[v]).logsumexp(0).detach() - math.log(len(others)))
-    for v, h in enumerate(scaled):
-        same = log_g[document[v]]
-        log_u = torch.stack(same).logsumexp(0) - math.log(len(same))
-        weights = (h / tau[v] - log_u).exp().detach() / len(h)
-        rho = config.rho if config.kind.uses_rho else 0.0
-        dual = (log_u + rho - (weights * h / tau[v]).sum()).detach()
-        through_h = (weights * h).sum()
-        value = (tau[v] * (log_u + rho)).detach() + through_h - through_h.detach()
-        losses.append(value + (tau[v] - tau[v].detach()) * dual)
-    return torch.stack(losses).mean()
-
-
 @pytest.mark.parametrize("tile_size", [5, 64])
-@pytest.mark.parametrize("name", ["clip", "clip_fixed", "tempnet_in_batch", "temperature_free", "sogclr", "tempnet"])
-def test_losses_on_one_space_and_their_gradients(name: str, tile_size: int) -> None:
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("cyclip", "sogclr_given")])
+def test_losses_on_one_space(name: str, tile_size: int) -> None:
+    """A vector's positive is its mate, and all vectors but these two are its negatives."""
     loss, batch = make_unimodal_loss(make_config(name, tile_size=tile_size)), make_batch(9)
-    ids = torch.tensor([3, 3, 7, 8, 8, 1, 0, 2, 5])  # two spans of some documents
-    output, expected = loss(batch.image, batch.text, ids, gamma=0.7), by_the_formula(loss, batch.image, batch.text, ids)
-    torch.testing.assert_close(output["loss"], expected, rtol=1e-9, atol=1e-12)
-    leaves = [batch.image, batch.text, *loss.parameters()]
-    found = torch.autograd.grad(output["loss"], leaves)
-    for value, wanted in zip(found, torch.autograd.grad(expected, leaves), strict=True):
-        assert relative_error(value, wanted) < 1e-8
-    if name == "tempnet":  # the members of a pair have their own temperatures
-        for member, rows in enumerate((batch.image, batch.text)):
-            torch.testing.assert_close(output["tau"][member], loss.tempnet(rows), rtol=1e-6, atol=1e-7)
-        assert output["log_u"].shape == output["dual_gradient"].shape == (2, 9)
+    dense, documents = (
+        make_dense(loss.bimodal),
+        torch.tensor([3, 3, 7, 8, 8, 1, 0, 2, 5]),
+    )  # two spans of some documents
+    vectors, mates = torch.cat([batch.image, batch.text]), torch.cat([batch.text, batch.image])
+    copies = list(dense.networks[0].parameters()) if dense.networks else dense.parameters
+    for _ in range(2):
+        output = loss(batch.image, batch.text, documents, gamma=0.7)
+        pairs = torch.arange(9).repeat(2)
+        expected = dense.side(0, vectors @ mates.T, vectors, documents.repeat(2), pairs, 0.7)
+        torch.testing.assert_close(output["loss"], expected, rtol=1e-9, atol=1e-12)
+        found = torch.autograd.grad(output["loss"], [batch.image, batch.text, *loss.parameters()], retain_graph=True)
+        wanted = torch.autograd.grad(expected, [batch.image, batch.text, *copies], retain_graph=True)
+        for value, reference in zip(found, wanted, strict=True):
+            assert relative_error(value, reference) < 1e-8
+        for key, values in zip(("tau", "log_u", "dual_gradient"), dense.outputs[0], strict=True):
+            if output[key] is not None:  # type: ignore[literal-required]
+                torch.testing.assert_close(output[key].flatten().double(), values, rtol=1e-6, atol=1e-6)  # type: ignore[literal-required]
 
 
 def test_the_public_library_agrees_on_nt_xent() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tempnet.contrastive.retrieval import accuracy, cross_entropy, on_grid, recall
+from tempnet.contrastive.retrieval import accuracy, cross_entropy, recall
 
 
 def units(rng: np.random.Generator, num: int, size: int) -> Tensor:
@@ -106,19 +106,6 @@ def test_cross_entropy_is_that_of_brute_force(
     expected = brute_force_cross_entropy(image.double().numpy(), text.double().numpy(), owners, tau)
     found = cross_entropy(image, text, torch.from_numpy(owners), given, tile_size)
     assert found == pytest.approx(expected, rel=1e-6 if tau is None else 1e-10)  # artanh is steep at its margin
-
-
-@pytest.mark.parametrize("size", [3, 1024])
-def test_scores_on_the_grid_are_exact(size: int) -> None:
-    """The score does not depend on the order of the sum, and is close to that of the rows themselves."""
-    rng = np.random.default_rng(size)
-    a, b = units(rng, 20, size), units(rng, 30, size)
-    scores = on_grid(a) @ on_grid(b).T
-    order = torch.from_numpy(rng.permutation(size))
-    assert torch.equal(scores, on_grid(a)[:, order] @ on_grid(b)[:, order].T)
-    assert torch.equal(scores, (on_grid(a)[:, None] * on_grid(b)).sum(-1))
-    assert torch.equal(scores * 2**48, (scores * 2**48).round())
-    torch.testing.assert_close(scores, a.double() @ b.double().T, atol=1e-6, rtol=0)
 
 
 @given(st.integers(0, 2**32), st.integers(1, 30), st.integers(1, 8), st.sampled_from([1, 4, 100]))
