@@ -103,16 +103,6 @@ def test_oracle_meets_the_optimality_conditions(num_rows: int, num_contrasts: in
     assert bool((residual[tau == TAU_MAX] <= 1e-5).all())
 
 
-def test_lemma_5_1_holds_at_the_optimum() -> None:
-    logits = 2 * torch.randn(64, 100, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    rho = 1.5
-    tau = optimal_temperature(logits, rho, 1e-3, 50.0, tolerance=1e-12)
-    p = torch.softmax(logits / tau[:, None], -1)
-    b = tau * (torch.logsumexp(logits / tau[:, None], -1) - math.log(100)) - logits.mean(-1)
-    right = (((p - 1 / 100) * logits).sum(-1) - b) / rho
-    torch.testing.assert_close(right, tau, rtol=1e-8, atol=1e-10)
-
-
 def test_best_constant_temperature_equals_a_scan() -> None:
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(300, 64, generator=generator) * (0.5 + 4 * torch.rand(300, 1, generator=generator))

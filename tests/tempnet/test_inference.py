@@ -71,17 +71,25 @@ def test_one_tau_for_one_context(architecture: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"normalize_input": False}, {"input_shift": "mean"}, {"depth": 4}, {"projection": False}],
+    ("changes", "common"),
+    [
+        ({}, 0.0),
+        ({"normalize_input": False}, 0.0),
+        ({"input_shift": "mean"}, 0.0),
+        ({"input_shift": "mean"}, 10.0),  # The logits lie near ±60 and differ by a few.
+        ({"depth": 4}, 0.0),
+        ({"projection": False}, 0.0),
+    ],
     ids=str,
 )
-def test_the_fold_equals_the_network_on_the_logits(changes: dict) -> None:
+def test_the_fold_equals_the_network_on_the_logits(changes: dict, common: float) -> None:
     network = make_tempnet(**changes)
     torch.manual_seed(4)
-    weight, hidden = torch.randn(64, 32) * 0.3, torch.randn(9, 5, 32)
+    weight, hidden = torch.randn(64, 32) * 0.3 + common * torch.randn(32), torch.randn(9, 5, 32)
     hidden[0] = 0.0  # no logit differs from 0
-    fold = CachedFold(weight, network)
-    torch.testing.assert_close(fold.temperatures(hidden), network(hidden @ weight[:VOCABULARY].T), rtol=1e-5, atol=1e-5)
+    found = CachedFold(weight, network).temperatures(hidden)
+    expected = network.double()(hidden.double() @ weight[:VOCABULARY].double().T)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 class Ban(LogitsProcessor):
@@ -190,40 +198,38 @@ def test_nothing_is_cut_off_by_default() -> None:
     assert len(set(cut.sequences[:, -1].tolist())) <= 5
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"do_sample": False}, "do_sample = False: greedy"),
-        ({"temperature": 0.7}, r"temperature = 0\.7 would divide the logits a second time"),
-        ({"num_beams": 3}, "generation mode 'beam_sample'"),
-        ({"prompt_lookup_num_tokens": 2}, "generation mode 'assisted_generation'"),
-        ({"guidance_scale": 1.5}, r"guidance_scale = 1\.5 mixes"),
-        ({"generation_config": GenerationConfig(do_sample=True, temperature=0.5)}, r"temperature = 0\.5"),
-    ],
-    ids=str,
-)
-def test_settings_that_do_not_go_with_it_are_refused(options: dict, message: str) -> None:
-    base, network = make_base("gpt2"), make_tempnet()
+REFUSED: dict[str, tuple[dict, str]] = {
+    "greedy": ({"do_sample": False}, "do_sample = False: greedy"),
+    "temperature": ({"temperature": 0.7}, r"temperature = 0\.7 would divide the logits a second time"),
+    "beams": ({"num_beams": 3}, "generation mode 'beam_sample'"),
+    "lookup": ({"prompt_lookup_num_tokens": 2}, "generation mode 'assisted_generation'"),
+    "guidance": ({"guidance_scale": 1.5}, r"guidance_scale = 1\.5 mixes"),
+    "length": ({"max_new_tokens": 60}, "prompt of 6 tokens and max_new_tokens = 60 do not fit .* 64 tokens"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_that_do_not_go_with_it_are_refused_however_they_are_given(name: str) -> None:
+    base, network, tokens = make_base("gpt2"), make_tempnet(), torch.tensor([PROMPTS[0]])
+    (options, message), both = REFUSED[name], {"max_new_tokens": 1, "do_sample": True, "pad_token_id": 0}
     with pytest.raises(ValueError, match=message):
-        generate(base, network, input_ids=torch.tensor([[1, 2]]), max_new_tokens=1, **options)
+        generate(base, network, input_ids=tokens, **{"max_new_tokens": 1, **options})
+    with pytest.raises(ValueError, match=message):
+        generate(base, network, input_ids=tokens, generation_config=GenerationConfig(**{**both, **options}))
     assert not base.get_output_embeddings()._forward_pre_hooks
-
-
-def test_what_generate_takes_from_the_model_is_refused_unless_overridden() -> None:
-    base, network = make_base("gpt2"), make_tempnet()
-    tokens, given = torch.tensor([PROMPTS[0]] * 2), GenerationConfig(max_new_tokens=3)
-    for shipped, message in (
-        ({"num_beams": 3}, "generation mode 'beam_sample'"),
-        ({"prompt_lookup_num_tokens": 2}, "generation mode 'assisted_generation'"),
-        ({"guidance_scale": 1.5}, r"guidance_scale = 1\.5 mixes"),
-    ):
-        base.generation_config = GenerationConfig(pad_token_id=0, **shipped)
+    with attach(base, network) as attached, pytest.raises(ValueError, match=message):
+        base.generate(tokens, logits_processor=[attached.processor()], **{**both, **options})
+    if name in (
+        "beams",
+        "lookup",
+        "guidance",
+    ):  # what the model is shipped with is refused too, unless it is overridden
+        base.generation_config = GenerationConfig(pad_token_id=0, **options)
         with pytest.raises(ValueError, match=message):
-            generate(base, network, input_ids=tokens, generation_config=given)
-        if "prompt_lookup_num_tokens" not in shipped:  # None says nothing to generate(), so it cannot be overridden
-            own = GenerationConfig(max_new_tokens=3, **dict.fromkeys(shipped, 1))
-            made = generate(base, network, input_ids=tokens, generation_config=own)
-            assert made.temperatures.shape == (2, 3)
+            generate(base, network, input_ids=tokens, generation_config=GenerationConfig(max_new_tokens=3))
+        if name != "lookup":  # None says nothing to generate(), so it cannot be overridden
+            own = GenerationConfig(max_new_tokens=3, **dict.fromkeys(options, 1))
+            assert generate(base, network, input_ids=tokens, generation_config=own).temperatures.shape == (1, 3)
 
 
 def test_what_a_model_is_shipped_with_gives_way() -> None:
@@ -240,21 +246,9 @@ def test_what_a_model_is_shipped_with_gives_way() -> None:
     check_generation(GenerationConfig(do_sample=True))
 
 
-def test_inside_attach_the_models_own_generate_refuses_the_same() -> None:
-    base, network = make_base("gpt2"), make_tempnet()
-    tokens = torch.tensor([PROMPTS[0]])
+def test_inside_attach_the_models_own_generate_has_temperatures() -> None:
+    base, network, tokens = make_base("gpt2"), make_tempnet(), torch.tensor([PROMPTS[0]])
     with attach(base, network) as attached:
-        for options, message in (
-            ({"do_sample": False}, "do_sample = False: greedy"),
-            ({"num_beams": 3}, "generation mode 'beam_sample'"),
-            ({"temperature": 0.5}, r"temperature = 0\.5"),
-            ({"max_new_tokens": 60}, "prompt of 6 tokens and max_new_tokens = 60 do not fit .* 64 tokens"),
-        ):
-            options = {"max_new_tokens": 2, "do_sample": True, **options}
-            with pytest.raises(ValueError, match=message):
-                base.generate(tokens, logits_processor=[attached.processor()], **options)
-        with pytest.raises(ValueError, match="prompt 0 of 1 is empty"):
-            base.generate(tokens[:, :0], do_sample=True, logits_processor=[attached.processor()])
         processor = attached.processor()
         base.generate(tokens, do_sample=True, max_new_tokens=2, repetition_penalty=1.7, logits_processor=[processor])
         base.generate(tokens, do_sample=False, max_new_tokens=2)

@@ -169,9 +169,9 @@ def test_wrong_keys_and_sizes_are_named(changes: dict, message: str, tmp_path: P
             load_tempnet(source)
 
 
-@pytest.mark.parametrize("layout", ["heads", "heads and base", "shards", "older"])
+@pytest.mark.parametrize("layout", ["heads", "heads and base", "older"])
 def test_the_temperature_head_of_autodeco(layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The layouts that their code writes: heads alone, merged with the base model (in shards), and their first format."""
+    """The layouts that their code writes: heads alone, merged with the base model, and their first format."""
     heads = AutoDecoHeads(16, width=256)
     names = {"tau_head": "temp_head.mlp", "share_head": "top_p_head.mlp"}
     state = {f"{names[part]}.{rest}": value for part, rest, value in
@@ -189,15 +189,7 @@ def test_the_temperature_head_of_autodeco(layout: str, tmp_path: Path, caplog: p
         save_file(state, tmp_path / "autodeco_heads.safetensors")
     else:
         whole = {"llm.model.embed_tokens.weight": torch.zeros(90, 16), **state}
-        parts = [{name: whole[name] for name in group} for group in (sorted(whole)[::2], sorted(whole)[1::2])]
-        if layout == "shards":
-            shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
-            index = {name: shard for shard, part in zip(shards, parts, strict=True) for name in part}
-            (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-            for shard, part in zip(shards, parts, strict=True):
-                save_file(part, tmp_path / shard)
-        else:
-            save_file(whole, tmp_path / "model.safetensors")
+        save_file(whole, tmp_path / "model.safetensors")
     network, hidden = load_tempnet(tmp_path), 3 * torch.randn(50, 16)
     assert (network.config.kind, network.config.input_size, network.config.state_size) == ("hidden", 90, 16)
     torch.testing.assert_close(

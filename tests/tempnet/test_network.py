@@ -126,19 +126,6 @@ def test_tau_max_eval_rescales_in_eval_only() -> None:
     torch.testing.assert_close(network.eval()(x), share * (1.3 - 0.001) + 0.001)
 
 
-def test_prototypes_are_transformed_samples() -> None:
-    network = TempNet(TempNetConfig.for_embeddings(20, hidden_size=8, num_prototypes=5))
-    embeddings = torch.nn.functional.normalize(torch.randn(5, 20), dim=-1)
-    network.init_prototypes(embeddings)
-    v = network.hidden(embeddings)
-    # A sample's score is highest for its own prototype: both are the same direction.
-    assert network.prototype_scores(v).argmax(-1).tolist() == [0, 1, 2, 3, 4]
-    with pytest.raises(ValueError, match=r"has 5 prototypes, .* there are only 4"):
-        network.init_prototypes(embeddings[:4])
-    with pytest.raises(ValueError, match="for a TempNet on embeddings"):
-        TempNet(TempNetConfig.for_logits(20, rho=1.0)).init_prototypes(embeddings)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -167,6 +154,8 @@ def test_bad_configurations_are_refused(changes: dict, message: str) -> None:
 
 def test_a_wrong_vocabulary_and_broken_files_are_refused(tmp_path: Path) -> None:
     network = TempNet(TempNetConfig.for_logits(64, rho=2.0))
+    with pytest.raises(ValueError, match="for a TempNet on embeddings"):
+        network.init_prototypes(torch.randn(9, 64))
     with pytest.raises(ValueError, match="effective vocabulary"):
         network(torch.randn(2, 65))
     with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):

@@ -50,12 +50,20 @@ def make_composite() -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def make_tempnet(vocab_size: int = VOCABULARY, **changes: object) -> TempNet:
+def make_tempnet(
+    vocab_size: int = VOCABULARY, *, kind: str = "logits", state_size: int = 32, noise: float = 1.0, **changes: object
+) -> TempNet:
+    """Create a network that reads logits, hidden states, or both."""
     torch.manual_seed(1)
-    network = TempNet(TempNetConfig.for_logits(vocab_size, rho=1.5, hidden_size=16, num_prototypes=8, **changes))
+    sizes = {"rho": 1.5, "hidden_size": 16, "num_prototypes": 8, **changes}
+    if kind == "logits":
+        config = TempNetConfig.for_logits(vocab_size, **sizes)
+    else:
+        config = TempNetConfig.for_hidden(vocab_size, state_size, with_logits=kind == "both", **sizes)
+    network = TempNet(config)
     with torch.no_grad():
         for parameter in network.parameters():
-            parameter.add_(torch.randn_like(parameter))
+            parameter.add_(noise * torch.randn_like(parameter))
     return network.eval()
 
 

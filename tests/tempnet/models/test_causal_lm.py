@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tempnet import TempNet, TempNetConfig
 from tempnet.models.causal_lm import TemperatureCausalLM
-from tempnet.models.packing import FLEX, block_mask, document_mask, takes_document_mask
+from tempnet.models.packing import FLEX, takes_document_mask
 from tempnet.softmax.config import TemperatureLossConfig
 from tests.tempnet.tiny_language_models import make_composite
 
@@ -81,21 +80,6 @@ def test_packed_documents_do_not_see_each_other(architecture: str, extra: dict[s
     torch.testing.assert_close(open_module.logits(ids, positions), plain, rtol=1e-4, atol=1e-5)
 
 
-class Operations(TorchDispatchMode):
-    """Record the names of PyTorch's operations and the largest number of elements that one of them returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-        self.largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.names.add(func.name())
-        self.largest = max([self.largest, *(part.numel() for part in tree_leaves(result) if hasattr(part, "numel"))])
-        return result
-
-
 DOCUMENTS = [[300], [5, 123, 172], [150, 149, 1]]
 
 
@@ -131,28 +115,6 @@ def test_flex_attention_keeps_documents_apart_as_separate_runs_in_float64_do(
     assert len(masks) == 2
     for mask in masks:
         assert max(part.numel() for part in mask.as_tuple() if isinstance(part, torch.Tensor)) <= 3 * 3 * 3
-
-
-@pytest.mark.parametrize("num_tokens", [1, 128, 300, 1024])
-def test_a_block_mask_lists_what_the_dense_mask_allows_and_holds_nothing_of_its_size(num_tokens: int) -> None:
-    torch.manual_seed(num_tokens)
-    starts = torch.rand(4, num_tokens) < torch.tensor([0.0, 0.003, 0.01, 0.5]).unsqueeze(-1)
-    places = torch.arange(num_tokens).expand(4, -1)
-    positions = places - (starts * places).cummax(-1).values
-    with Operations() as operations:
-        mask = block_mask(positions)
-    dense = document_mask(positions)[:, 0]
-    expected = create_block_mask(lambda b, h, q, k: dense[b, q, k], 4, None, num_tokens, num_tokens, device="cpu")
-    torch.testing.assert_close(mask.to_dense(), expected.to_dense())
-    if num_tokens % 128 == 0:  # PyTorch takes no padded block as whole.
-        torch.testing.assert_close(mask.full_kv_num_blocks, expected.full_kv_num_blocks)
-    num_blocks = -(-num_tokens // 128)
-    for row in range(4):
-        for block in range(num_blocks):
-            for whole in mask.full_kv_indices[row, 0, block, : mask.full_kv_num_blocks[row, 0, block]].tolist():
-                assert dense[row, 128 * block : 128 * (block + 1), 128 * whole : 128 * (whole + 1)].all()
-    assert operations.largest <= 4 * 128 * num_blocks
-    assert not operations.names & {"aten::_local_scalar_dense", "aten::nonzero"}, "these wait for the device"
 
 
 @pytest.mark.parametrize(
@@ -246,18 +208,6 @@ def test_a_head_of_another_kind_takes_the_logits() -> None:
     assert module.head is None
     ids, positions = packed([20])
     assert module(ids, positions, ids)["loss"] == reference(ids, positions, ids)["loss"]
-
-
-def test_padding_rows_of_the_vocabulary_do_not_count() -> None:
-    base = make_base()
-    module = make_module(base).eval()
-    ids, positions = packed([20])
-    before = module(ids, positions, ids)
-    with torch.no_grad():
-        base.get_output_embeddings().weight[VOCABULARY:] += 100.0
-    after = module(ids, positions, ids)
-    assert after["loss"].item() == pytest.approx(before["loss"].item(), rel=1e-6)
-    torch.testing.assert_close(after["tau"], before["tau"])
 
 
 def test_a_frozen_base_has_no_graph_no_gradients_and_no_dropout() -> None:

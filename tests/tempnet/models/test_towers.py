@@ -20,7 +20,7 @@ from tempnet.models.towers import (
     text_features,
     text_width,
 )
-from tests.tempnet.models.tiny_towers import IMAGE_SIZE, NUM_TOKENS, SIZES, random_batch, tiny_clip, tiny_tower
+from tests.tempnet.models.tiny_towers import IMAGE_SIZE, NUM_TOKENS, SIZES, random_batch, tiny_tower
 
 
 def pixels() -> torch.Tensor:
@@ -41,6 +41,8 @@ def test_the_vector_of_an_image(model_type: str, width: int) -> None:
     }.get(model_type, lambda: output.last_hidden_state[:, 0])
     torch.testing.assert_close(features, expected())
     assert projects_itself(tower) == (model_type == "clip_vision_model")
+    features.sum().backward()
+    assert [name for name, parameter in tower.named_parameters() if parameter.grad is None] == []
 
 
 @pytest.mark.parametrize(
@@ -56,16 +58,7 @@ def test_the_vector_of_a_text(model_type: str, width: int) -> None:
     assert torch.equal(features, expected)
     other_padding = torch.where(mask == 1, ids, 3)
     torch.testing.assert_close(text_features(tower, other_padding, mask), features)
-
-
-@pytest.mark.parametrize("model_type", ["vit", "deit", "bert", "roberta"])
-def test_no_parameter_is_left_out_of_the_graph(model_type: str) -> None:
-    tower = tiny_tower(model_type)
-    if tower.main_input_name == "pixel_values":
-        image_features(tower, pixels()).sum().backward()
-    else:
-        batch = random_batch(3)
-        text_features(tower, batch["input_ids"], batch["attention_mask"]).sum().backward()
+    features.sum().backward()
     assert [name for name, parameter in tower.named_parameters() if parameter.grad is None] == []
 
 
@@ -94,20 +87,6 @@ def test_a_model_with_a_pooling_layer_loads_without_it(tmp_path: Path) -> None:
     assert torch.equal(text_features(tower, **inputs), whole(**inputs).last_hidden_state[:, 0])
 
 
-def test_the_sides_of_a_clip_model_are_towers(tmp_path: Path) -> None:
-    clip = tiny_clip()
-    clip.save_pretrained(tmp_path)
-    batch = random_batch(3)
-    ids, mask = batch["input_ids"], batch["attention_mask"]
-    image, text = load_tower(tmp_path, "image"), load_tower(tmp_path, "text")
-    whole = clip(pixel_values=pixels(), input_ids=ids, attention_mask=mask)
-    for ours, theirs in (
-        (image_features(image, pixels()), whole.image_embeds),
-        (text_features(text, ids, mask), whole.text_embeds),
-    ):
-        torch.testing.assert_close(torch.nn.functional.normalize(ours, dim=-1), theirs, rtol=0, atol=1e-6)
-
-
 def test_what_is_no_tower_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="/nowhere/at/all holds no Transformers model"):
         load_tower("/nowhere/at/all", "image")
@@ -119,9 +98,6 @@ def test_what_is_no_tower_is_refused(tmp_path: Path) -> None:
         load_tower(tmp_path, "image")
     torch.save(tiny_tower("vit").state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match=f"{tmp_path.name} holds no weights that can be read"):
-        load_tower(tmp_path, "image")
-    (tmp_path / "model.safetensors").write_bytes(b"half a file")
-    with pytest.raises(ValueError, match=f"{tmp_path.name}/model.safetensors .* is cut or corrupt"):
         load_tower(tmp_path, "image")
     tower = tiny_tower("clip_vision_model")
     tower.vision_model.save_pretrained(tmp_path)

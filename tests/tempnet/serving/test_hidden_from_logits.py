@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tempnet import TempNet, TempNetConfig
+from tempnet import TempNet
 from tempnet.inference import TemperatureLogitsProcessor, generate
 from tempnet.models.output_head import OutputHead, StoredBase
 from tempnet.serving.batch import BatchTemperatures
 from tempnet.serving.hidden_from_logits import HiddenFromLogits, load_output_layer
-from tests.tempnet.tiny_language_models import PROMPTS, left_padded, make_base
+from tests.tempnet.tiny_language_models import PROMPTS, left_padded, make_base, make_tempnet
 
 VOCABULARY, NUM_LOGITS = 1000, 1024
 MODELS = {
@@ -28,18 +28,8 @@ MODELS = {
 }
 
 
-def make_head(kind: str, state_size: int = 32, **changes: Any) -> TempNet:
-    torch.manual_seed(1)
-    sizes = {"rho": 1.5, "hidden_size": 16, "num_prototypes": 8, **changes}
-    if kind == "logits":
-        config = TempNetConfig.for_logits(VOCABULARY, **sizes)
-    else:
-        config = TempNetConfig.for_hidden(VOCABULARY, state_size, with_logits=kind == "both", **sizes)
-    network = TempNet(config)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(0.7 * torch.randn_like(parameter))
-    return network.eval()
+def make_head(kind: str, **changes: Any) -> TempNet:
+    return make_tempnet(VOCABULARY, kind=kind, noise=0.7, **changes)
 
 
 def model(name: str, dtype: torch.dtype) -> PreTrainedModel:

@@ -28,15 +28,16 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from tempnet import TempNet, TempNetConfig
+from tempnet import TempNet
 from tempnet.inference import TemperatureLogitsProcessor
 from tempnet.serving import derive
 from tempnet.serving.settings import RequestTemperature
+from tests.tempnet.tiny_language_models import VOCABULARY, make_tempnet
 
 V1 = "vllm.v1.sample.logits_processor"
 V2 = "vllm.v1.worker.gpu.sample.logits_processor"
 SGLANG = "sglang.srt.sampling.custom_logit_processor"
-VOCABULARY, NUM_LOGITS = 61, 64
+NUM_LOGITS = 64
 MODEL = SimpleNamespace(model_config=SimpleNamespace(model=""))
 CPU = torch.device("cpu")
 
@@ -88,13 +89,9 @@ def put_in_place(patch: pytest.MonkeyPatch) -> Callable[[str], Any]:
 
 @pytest.fixture
 def network() -> TempNet:
-    torch.manual_seed(1)
-    network = TempNet(TempNetConfig.for_logits(VOCABULARY, rho=1.5, hidden_size=16, num_prototypes=8))
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(torch.randn_like(parameter))
+    network = make_tempnet()
     network.set_tau_max_eval(1.4)
-    return network.eval()
+    return network
 
 
 @pytest.fixture

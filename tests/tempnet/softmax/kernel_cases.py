@@ -20,16 +20,13 @@ from tempnet.softmax.config import TemperatureLossConfig
 from tempnet.softmax.kernels import SoftmaxStatistics, Tile, is_available, softmax_gradients, softmax_statistics
 from tempnet.softmax.reference import IGNORE_INDEX
 from tempnet.softmax.tokens import can_fuse
+from tests.tempnet.formula import relative_error
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 # Small enough that the shapes below have several tiles in every direction.
 TILE = Tile(num_tokens=16, num_vocab=32, num_hidden=16, num_warps=4, num_stages=2)
 # Tolerances of statistics and of gradients: 16-bit inputs round dL and the results, but not the statistics.
 TOLERANCES = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (1e-5, 1e-2), torch.float16: (1e-5, 2e-3)}
-
-
-def relative_error(value: Tensor, reference: Tensor) -> float:
-    return ((value.double() - reference).norm() / reference.norm().clamp(min=1e-12)).item()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,9 +157,15 @@ def test_the_device_can_run_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_hidden", "vocab_size", "num_ignored"), [(1, 3, 5, 0), (7, 16, 32, 7), (17, 40, 107, 4)]
+    ("num_tokens", "num_hidden", "vocab_size", "num_ignored", "bias", "soft_cap"),
+    [
+        (1, 3, 5, 0, False, None),
+        (7, 16, 32, 7, True, 1.5),
+        (17, 40, 107, 4, False, None),
+        (17, 40, 107, 4, True, None),
+        (17, 40, 107, 4, False, 1.5),
+    ],
 )
-@pytest.mark.parametrize(("bias", "soft_cap"), [(False, None), (True, None), (False, 1.5), (True, 1.5)])
 def test_any_shape(
     num_tokens: int, num_hidden: int, vocab_size: int, num_ignored: int, bias: bool, soft_cap: float | None
 ) -> None:
@@ -170,8 +173,11 @@ def test_any_shape(
     case.check(scratch_bytes=num_tokens * 4 * 70)  # sections of two tiles
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
-@pytest.mark.parametrize("tau", [(0.005, 0.005), (0.005, 2.0)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tau"),
+    [(torch.float32, (0.005, 0.005)), *((dtype, (0.005, 2.0)) for dtype in TOLERANCES)],
+    ids=str,
+)
 def test_any_precision_and_temperature(dtype: torch.dtype, tau: tuple[float, float]) -> None:
     Case.random(17, 24, 70, dtype=dtype, tau=tau, bias=True, num_ignored=3).check()
 
@@ -206,7 +212,7 @@ def test_large_logits_overflow_nowhere() -> None:
     assert statistics.at_tau.entropy.tolist() == [0.0] * 3
 
 
-@pytest.mark.parametrize("tau", [0.001, 0.1, 2.0])
+@pytest.mark.parametrize("tau", [0.001, 2.0])
 def test_the_softmax_itself_loses_nothing_at_small_temperatures(tau: float) -> None:
     """For logits that float32 holds exactly, near 40 and about 10⁻³ apart, all results are right to 1e-5."""
     case = Case.random(17, 16, 107, tau=(tau, tau), num_ignored=2)
