@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from process_support import run_together
 
-from pipelines import block_cache
 from pipelines.block_cache import BlockCache
 
 STORED = 1004
@@ -111,31 +107,6 @@ def test_threads_of_several_processes_read_the_right_blocks_and_stay_below_the_l
     assert all(0 < int(output) <= 5 * STORED for output in outputs)
     assert BlockCache(tmp_path, 5 * STORED).num_bytes() <= 5 * STORED
     assert not list(tmp_path.glob("*.partial"))
-
-
-def test_a_block_gets_its_name_only_while_nobody_else_looks_for_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writing, is_locked, write = threading.Event(), threading.Event(), block_cache._write
-
-    def write_once_locked(file: BinaryIO, content: bytes) -> None:
-        writing.set()
-        assert is_locked.wait(60)
-        write(file, content)
-
-    monkeypatch.setattr(block_cache, "_write", write_once_locked)
-    with ThreadPoolExecutor(1) as pool:
-        opened = pool.submit(BlockCache(tmp_path, 10**6).open, "block", 7, lambda: b"content")
-        assert writing.wait(60)
-        with (tmp_path / ".lock").open("wb") as lock:  # as another process does that wants to know what room there is
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            is_locked.set()
-            time.sleep(0.3)
-            assert {file.name for file in tmp_path.iterdir()} == {".lock", "block.partial"}
-        file = opened.result()
-    assert file is not None
-    file.close()
-    assert {file.name for file in tmp_path.iterdir()} == {".lock", "block"}
 
 
 def test_what_a_process_that_died_had_reserved_is_free(tmp_path: Path) -> None:

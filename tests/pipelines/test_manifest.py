@@ -1,4 +1,4 @@
-"""What preparation records: manifests that are read again or refused, and every lost record, listed and counted."""
+"""What preparation records: manifests that are read again or refused, and every lost image, listed and counted."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from pathlib import Path
 import pytest
 from image_archive_support import prepare
 
-from pipelines.archives import list_archives
 from pipelines.images.manifest import ImageManifest
-from pipelines.problems import list_lost, lost_name
+from pipelines.problems import list_lost
 from pipelines.storage import MANIFEST_FILE
-from pipelines.text.manifest import Manifest, archive_from_json
-from pipelines.text.packing import DocumentConfig, PackingConfig
-from pipelines.text.prepare import PartTask, list_archive_parts
-from pipelines.text.tokenization import train_bpe
+from pipelines.text.manifest import Manifest
+from pipelines.text.packing import DocumentConfig
 
 
 def test_a_manifest_is_read_again_and_another_kind_version_or_none_is_refused(tmp_path: Path) -> None:
@@ -41,40 +38,6 @@ def test_a_manifest_is_read_again_and_another_kind_version_or_none_is_refused(tm
         Manifest.load(directory)
 
 
-BAD = [b"<html>", b'{"body": 1}', b'{"text": "caf\xe9"}', b'{"text": ""}']
-KINDS = ["invalid_json", "missing_text", "invalid_utf8", "empty_document"]
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_every_lost_document_is_listed(tmp_path: Path) -> None:
-    source = tmp_path / "data"
-    source.mkdir()
-    for name in ("a", "b"):
-        (source / f"{name}.jsonl").write_bytes(b'{"text": "good"}\n' + b"\n".join(BAD * 10))
-    tokenizer = train_bpe(["good"], 300)
-    archives = list_archives(str(source))
-    task = PartTask(
-        source=str(source),
-        text_field="text",
-        layout=PackingConfig.for_tokenizer(tokenizer, 32),
-        tokenizer=tokenizer.backend_tokenizer,
-        tokenizer_digest="",
-        directory=str(tmp_path),
-        parts=list_archive_parts(str(source), archives),
-    )
-    entries = [archive_from_json(task.run(number)) for number in (1, 0)]  # the order of the tasks does not matter
-    list_lost(str(tmp_path), [lost_name(name) for name in task.unit_names], str(tmp_path / "all.jsonl"))
-    losses = read(tmp_path / "all.jsonl")
-    expected = [(kind, f"{name}.jsonl:{1 + place}") for name in ("a", "b") for place, kind in enumerate(KINDS * 10)]
-    assert [(loss["kind"], loss["where"]) for loss in losses] == expected
-    assert [Path(loss["archive"]).name for loss in losses] == ["a.jsonl"] * 40 + ["b.jsonl"] * 40
-    assert all(loss["message"] for loss in losses)
-    assert Counter(loss["kind"] for loss in losses) == sum((Counter(entry.problems) for entry in entries), Counter())
-
-
 def test_every_lost_image_is_listed_and_what_only_all_archives_together_show(tmp_path: Path) -> None:
     source, prepared = tmp_path / "images", tmp_path / "prepared"
     source.mkdir()
@@ -84,7 +47,7 @@ def test_every_lost_image_is_listed_and_what_only_all_archives_together_show(tmp
     (tmp_path / "captions.json").write_text(json.dumps(named))
     manifest = prepare(source, prepared, str(tmp_path / "captions.json"))
     list_lost(str(prepared), manifest.lost_files, str(tmp_path / "all.jsonl"))
-    losses = read(tmp_path / "all.jsonl")
+    losses = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
     assert {(loss["kind"], loss["where"]) for loss in losses} == {
         ("corrupt_image" if number < 20 else "absent_image", f"{number}.jpg") for number in range(30)
     }

@@ -132,7 +132,7 @@ def test_what_is_no_tar_of_samples_is_one_problem(tmp_path: Path, data: bytes) -
     assert len(problems) == 1
 
 
-def test_links_and_sparse_files_are_problems_and_hostile_names_are_only_names(tmp_path: Path) -> None:
+def test_links_are_problems_and_hostile_names_are_only_names(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as file:
         for name, kind in [("s.jpg", tarfile.SYMTYPE), ("h.jpg", tarfile.LNKTYPE), ("d.jpg", tarfile.CHRTYPE)]:
@@ -147,17 +147,8 @@ def test_links_and_sparse_files_are_problems_and_hostile_names_are_only_names(tm
             data = jpeg() if name.endswith("jpg") else b"caption"
             info.size = len(data)
             file.addfile(info, io.BytesIO(data))
-    sparse = tarfile.TarInfo("sparse.jpg")
-    sparse.size = 512
-    header = bytearray(sparse.tobuf(tarfile.GNU_FORMAT))
-    header[156:157] = tarfile.GNUTYPE_SPARSE
-    header[386:398], header[398:410] = b"00000000000\0", b"00000001000\0"  # one extent: offset 0, 512 bytes
-    header[483:495] = b"00000100000\0"  # 32 KiB when expanded
-    header[148:156] = b" " * 8
-    header[148:156] = f"{sum(header):06o}\0 ".encode()
-    data = bytes(header) + b"\1" * 512 + buffer.getvalue()
-    found, problems = read(tmp_path / "a.tar", data)
-    assert [problem.kind for problem in problems] == [SampleProblemKind.IRREGULAR_MEMBER] * 4
+    found, problems = read(tmp_path / "a.tar", buffer.getvalue())
+    assert [problem.kind for problem in problems] == [SampleProblemKind.IRREGULAR_MEMBER] * 3
     assert [sample.key for sample in found] == ["../../up", "/etc/root", "b\\xff"]
     assert [path.name for path in tmp_path.iterdir()] == ["a.tar"]
 

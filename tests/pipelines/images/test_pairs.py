@@ -21,7 +21,9 @@ from pipelines.images.manifest import ImageManifest, read_index
 from pipelines.images.pairs import PairSource
 from pipelines.images.temperature_table import read_temperatures, table_schema
 from pipelines.images.views import AugmentationConfig, evaluation_view
+from pipelines.plan import StreamPlan
 from pipelines.problems import TooManyProblemsError, check_problems
+from pipelines.stream import RankStream
 from pipelines.text.tokenization import train_bpe
 
 jpeg = partial(image_archive_support.jpeg, size=(40, 30))
@@ -86,23 +88,6 @@ def test_the_share_of_captions_that_are_cut_is_that_of_all_or_of_a_spread_sample
     few = [*lengths[:2], *lengths[12:14]]
     shortest = source(manifest, num_text_tokens=min(few))
     assert shortest.share_of_captions_cut(max_captions=4, max_shards=2) == sum(n > min(few) for n in few) / 4
-
-
-def test_a_key_that_occurs_again_in_its_archive_is_dropped(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    write_tar(
-        tmp_path / "data" / "0.tar",
-        [("a", jpeg(0), ["1"]), ("b", b"bad", ["2"]), ("a", jpeg(1), ["3", "4"]), ("c", jpeg(2), ["5"])],
-    )
-    write_tar(tmp_path / "data" / "1.tar", [("c", jpeg(3), ["6"]), ("b", jpeg(4), ["7"]), ("d", jpeg(5), ["8"])])
-    manifest = prepare(tmp_path / "data", tmp_path / "prepared")
-    texts, numbers = source(manifest).captions()
-    assert texts == ["1", "5", "6", "7", "8"]
-    assert numbers.tolist() == [0, 1, 2, 3, 4]
-    assert manifest.problems == {"corrupt_image": 1, "duplicated_key": 1}
-    views = source(manifest).read_images([0, 1, 2, 3, 4])
-    for number, seed in enumerate([0, 2, 3, 4, 5]):
-        assert np.array_equal(views[number], evaluation_view(jpeg(seed), 16))
 
 
 @pytest.mark.parametrize(("num_whole", "cut_share"), [(0, 0.5), (2, 0.9), (2, 0.02), (0, 0.0)])
@@ -190,6 +175,11 @@ def test_what_is_read_is_a_function_of_seed_epoch_and_pair(manifest: ImageManife
     quiet = everything(source(manifest, **options | {"caption_noise": 0.0}), epoch=3)
     assert np.array_equal((whole["input_ids"] != quiet["input_ids"]).any(axis=1), whole["is_noisy"])
     assert np.array_equal(whole["images"], quiet["images"])
+    # A stream reads its items as those of their own epoch.
+    plan = StreamPlan(shard_sizes=manifest.shard_sizes, seed=1)
+    stream = RankStream(source=pairs, plan=plan, batch_size=5, rank=0, world_size=1)
+    for batch in stream.batches(3 * 15, 4 * 15):
+        assert np.array_equal(batch["digest"], whole["digest"][batch["ids"]])
 
 
 def test_images_are_read_by_number_in_any_order_and_numbers_beyond_are_refused(manifest: ImageManifest) -> None:

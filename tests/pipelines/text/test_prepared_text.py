@@ -7,6 +7,7 @@ import io
 import json
 import lzma
 import tarfile
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -33,10 +34,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def prepare(source: Path, corpus: Path, root: Path, max_bad_share: float = 0.5) -> Manifest:
+def prepare(source: Path, corpus: Path, root: Path, max_bad_share: float = 0.5, losses: str = "") -> Manifest:
     config = PrepareConfig(source=str(source), tokenizer=str(corpus / "tokenizer"), max_bad_share=max_bad_share)
     layout = PackingConfig.for_tokenizer(load_tokenizer(config.tokenizer), 32)
-    return prepare_text(config, layout, str(root), max_bad_share_field="data.max_bad_share")
+    return prepare_text(config, layout, str(root), max_bad_share_field="data.max_bad_share", losses=losses)
 
 
 def documents_of(blocks: Batch) -> list[tuple[int, ...]]:
@@ -100,29 +101,32 @@ def test_preparing_again_is_free_and_an_interrupted_one_goes_on(corpus: Path, tm
     assert changed == {"manifest.json", f"{part}.json", f"{part}-00000.arrow", f"{part}.losses.jsonl"}
 
 
-def test_broken_data_costs_its_records_is_counted_and_named(
+BAD = {
+    "invalid_json": b"<html>",
+    "missing_text": b'{"body": 1}',
+    "invalid_utf8": b'{"text": "caf\xe9"}',
+    "empty_document": b'{"text": ""}',
+}
+
+
+def test_broken_data_costs_its_records_and_every_one_is_counted_and_listed(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What else may be wrong with a record or an archive is in test_reading.py."""
     data = tmp_path / "data"
     write_jsonl_zst(data / "good.jsonl.zst", [f"abc def {number} gh" for number in range(6)])
     write_jsonl_zst(data / "cut.jsonl.zst", [" ".join(np.random.default_rng(0).choice(["ab", "cd", "ef"], 500))] * 6)
     (data / "cut.jsonl.zst").write_bytes((data / "cut.jsonl.zst").read_bytes()[:-40])
-    (data / "lines.jsonl").write_bytes(b'this is no JSON\n{"text": "abc"}\n{"text": "  "}\n{"meta": {}}\n')
+    (data / "lines.jsonl").write_bytes(b'{"text": "abc"}\n' + b"\n".join([*BAD.values()] * 10))
     (data / "none.jsonl").write_text("\n" * 100)
-    manifest = prepare(data, corpus, tmp_path / "prepared", max_bad_share=0.9)
-    kinds = [
-        ["truncated_archive", "unread_document"],
-        [],
-        ["invalid_json", "empty_document", "missing_text"],
-        ["empty_archive"],
-    ]
-    assert manifest.problems == {kind: 1 for of_archive in kinds for kind in of_archive}
+    manifest = prepare(data, corpus, tmp_path / "prepared", max_bad_share=0.9, losses=str(tmp_path / "lost.jsonl"))
+    per_archive = [{"truncated_archive": 1, "unread_document": 1}, {}, dict.fromkeys(BAD, 10), {"empty_archive": 1}]
+    assert [archive.problems for archive in manifest.archives] == per_archive
     assert 7 <= manifest.num_documents < 13
-    for number, of_archive in enumerate(kinds):
-        losses = Path(manifest.directory, f"part-{number:05d}-00000.losses.jsonl").read_text().splitlines()
-        if number < 3:  # what only all archives together show is listed in a file of its own
-            assert [json.loads(line)["kind"] for line in losses] == [k for k in of_archive if k != "unread_document"]
+    lost = [json.loads(line) for line in (tmp_path / "lost.jsonl").read_text().splitlines()]
+    listed = [(loss["kind"], loss["where"]) for loss in lost if loss["archive"].endswith("lines.jsonl")]
+    assert listed == [(kind, f"lines.jsonl:{1 + place}") for place, kind in enumerate([*BAD] * 10)]
+    assert Counter(loss["kind"] for loss in lost) == manifest.problems
+    assert all(loss["message"] for loss in lost)
     # Archives in parts of a record or two are the same archives.
     monkeypatch.setattr(text_preparation, "list_parts", partial(list_parts, part_bytes=16))
     parts = prepare(data, corpus, tmp_path / "parts", max_bad_share=0.9)

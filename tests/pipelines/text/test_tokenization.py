@@ -6,7 +6,7 @@ import itertools
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -54,7 +54,6 @@ def rejoined(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_pieces_of_any_tokens_join_to_their_text(kind: str, data: st.DataObject) -> None:
     tokenizer = tokenizer_of(kind)
@@ -63,7 +62,6 @@ def test_pieces_of_any_tokens_join_to_their_text(kind: str, data: st.DataObject)
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])
-@settings(max_examples=60, deadline=None)
 @given(text=st.text(st.characters(codec="utf-8", exclude_characters="▁"), max_size=120))
 def test_pieces_of_a_text_join_to_it_whatever_its_characters(kind: str, text: str) -> None:
     tokenizer = tokenizer_of(kind)
@@ -71,7 +69,6 @@ def test_pieces_of_a_text_join_to_it_whatever_its_characters(kind: str, text: st
 
 
 @pytest.mark.parametrize("kind", KINDS[:3])
-@settings(max_examples=40, deadline=None)
 @given(words=st.lists(st.sampled_from(["once", "upon", "a", "girl.", "Don't,", "ρ", "–", "€", "“said”"]), min_size=1))
 def test_each_piece_is_what_its_token_was_made_of(kind: str, words: list[str]) -> None:
     tokenizer, text = tokenizer_of(kind), " ".join(words * 8)
