@@ -171,7 +171,7 @@ def make_batch(num_pairs: int, *, seed: int = 0, repeats: bool = True) -> Batch:
 
 
 def make_config(name: str, **changes: Any) -> ContrastiveLossConfig:
-    defaults = {"rho": 1.2, "tau_max": 0.4, "tau": 0.08, "cyclic_cross_modal": 0.4}
+    defaults = {"rho": 1.2, "tau_max": 0.4, "tau": 0.08, "tau_momentum": 0.3, "cyclic_cross_modal": 0.4}
     return ContrastiveLossConfig.for_name(name, **{**defaults, **changes})
 
 

@@ -49,11 +49,11 @@ def test_the_learned_temperature_can_leave_its_bounds(log_tau: float, grad: floa
 
 
 def test_the_momentum_step_clips_and_projects() -> None:
-    config = ContrastiveLossConfig(name="isogclr", tau_step=0.01, tau_momentum=0.5)
+    config = ContrastiveLossConfig(name="isogclr", tau_step=0.02, tau_momentum=0.25)
     tau, momentum = torch.tensor([[0.02, 0.02, 0.02]]), torch.tensor([[0.2, 0.0, 0.0]])
     new_tau, new_momentum = momentum_step(tau, momentum, torch.tensor([[0.4, 90.0, -90.0]]), config)
-    assert new_momentum[0].tolist() == pytest.approx([0.3, 2.5, -2.5])
-    assert new_tau[0].tolist() == pytest.approx([0.017, 0.001, 0.045])
+    assert new_momentum[0].tolist() == pytest.approx([0.25, 1.25, -1.25])
+    assert new_tau[0].tolist() == pytest.approx([0.015, 0.001, 0.045])
 
 
 @pytest.mark.parametrize("distance", [0.0, 1e-4])
