@@ -96,8 +96,7 @@ class PackingConfig:
             if self.documents == "all":
                 yield ids
                 continue
-            number = int.from_bytes(hashlib.blake2b(ids.astype(np.int64).tobytes(), digest_size=8).digest(), "little")
-            if (number % _ONE_IN == 0) == (self.documents == "held_out"):
+            if (_hash(ids) % _ONE_IN == 0) == (self.documents == "held_out"):
                 yield ids
 
     def unpack(self, blocks: pa.RecordBatch | pa.Table) -> dict[str, np.ndarray]:
@@ -107,6 +106,12 @@ class PackingConfig:
     def describe(self, num_rows: int, num_documents: int) -> str:
         """Describe what is stored of `num_documents` documents, for a human reader."""
         return f"all in {num_rows} blocks of {self.context_length}"
+
+
+def _hash(tokens: np.ndarray, seed: int | None = None) -> int:
+    """Return a number of 64 bits that is a function of a document's tokens, and of the seed if there is one."""
+    key = b"" if seed is None else str(seed).encode()
+    return int.from_bytes(hashlib.blake2b(tokens.astype(np.int64).tobytes(), digest_size=8, key=key).digest(), "little")
 
 
 _Block: TypeAlias = tuple[np.ndarray, list[int], int, int]
@@ -226,6 +231,10 @@ class DocumentConfig:
     """Minimum number of tokens of a document; shorter documents are left out."""
     vocab_size: int
     """Size of the vocabulary; it determines whether tokens are stored as 16-bit or 32-bit integers."""
+    share: float = 1.0
+    """Share of these documents that is kept. A hash of its tokens and `share_seed` decides, so that a larger share holds a
+    smaller one."""
+    share_seed: int = 0
 
     def __post_init__(self) -> None:
         if self.least_num_tokens < 1:
@@ -234,7 +243,7 @@ class DocumentConfig:
     @property
     def label(self) -> str:
         """Part of the prepared directory's name that describes the layout."""
-        return f"documents-{self.least_num_tokens}"
+        return f"documents-{self.least_num_tokens}" + (f"-{self.share:g}-{self.share_seed}" if self.share < 1.0 else "")
 
     @property
     def schema(self) -> pa.Schema:
@@ -250,7 +259,7 @@ class DocumentConfig:
 
     def rows(self, documents: Iterable[np.ndarray], *, num_documents_per_batch: int = 256) -> Iterator[pa.RecordBatch]:
         """Convert token arrays of documents to record batches of those that are long enough, in the same order."""
-        kept = ((number, tokens) for number, tokens in enumerate(documents) if len(tokens) >= self.least_num_tokens)
+        kept = ((number, tokens) for number, tokens in enumerate(documents) if self._keeps(tokens))
         dtype = self.schema.field("tokens").type.value_type.to_pandas_dtype()
         while chunk := list(itertools.islice(kept, num_documents_per_batch)):
             lengths = np.array([len(tokens) for _, tokens in chunk])
@@ -267,4 +276,10 @@ class DocumentConfig:
 
     def describe(self, num_rows: int, num_documents: int) -> str:
         """Describe what is stored of `num_documents` documents, for a human reader."""
-        return f"{num_rows} with {self.least_num_tokens} tokens or more ({num_documents - num_rows} are shorter)"
+        others = "are shorter" if self.share == 1.0 else f"are shorter or not in the share of {self.share:g}"
+        return f"{num_rows} with {self.least_num_tokens} tokens or more ({num_documents - num_rows} {others})"
+
+    def _keeps(self, tokens: np.ndarray) -> bool:
+        if len(tokens) < self.least_num_tokens or self.share == 1.0:
+            return len(tokens) >= self.least_num_tokens
+        return _hash(tokens, self.share_seed) < self.share * 2.0**64

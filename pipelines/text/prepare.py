@@ -47,6 +47,7 @@ from pipelines.text.tokenization import load_tokenizer, tokenizer_digest
 _NUM_BATCHES_PER_SHARD = 16  # The layouts yield record batches of up to 256 rows.
 _NUM_DOCUMENTS_PER_ENCODE = 64
 _NUM_CHARACTERS_PER_ENCODE = 2**20
+_ADDED_LATER = {"documents": "all", "share": 1.0, "share_seed": 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +110,8 @@ def locate_text(config: PrepareConfig, layout: Layout, root: str) -> tuple[PartT
             [(archive.path, archive.num_bytes) for archive in listing.archives],
             config.text_field,
             layout.kind,
-            # Without a default that earlier versions did not have, so that what they prepared is found.
-            {name: value for name, value in asdict(layout).items() if (name, value) != ("documents", "all")},
+            # Without defaults that earlier versions did not have, so that what they prepared is found.
+            {name: value for name, value in asdict(layout).items() if _ADDED_LATER.get(name) != value},
             tokenizer_digest(tokenizer),
         ]
     )

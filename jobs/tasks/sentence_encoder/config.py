@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jobs.engine.config import EncoderSection, RunSection, ValidationSection
-from jobs.engine.fields import PATH, check_not_negative, check_positive, check_share
+from jobs.engine.fields import PATH, added_later, check_not_negative, check_positive, check_share
 from jobs.engine.temperature import ContrastiveSection, ContrastiveTrainingConfig
 from jobs.tasks.config import TextSection
 from pipelines.sentences.spans import SpanConfig
@@ -20,10 +20,13 @@ class DocumentSection(TextSection, SpanConfig):
     """Directory, URI or hub name of a Transformers fast tokenizer with a mask token. If empty: that of model.path."""
     mask_share: float = 0.15
     """Share of the anchors' tokens, in [0, 1], that are masked for the masked language modelling (MLM) objective."""
+    train_share: float = field(default=1.0, metadata=added_later(1.0))
+    """Share of the training documents, in (0, 1], that are used: which of them, run.seed decides. They are prepared anew."""
 
     def __post_init__(self) -> None:
         TextSection.__post_init__(self)
-        check_share("data", self, "mask_share")
+        check_share("data", self, "mask_share", "train_share")
+        check_positive("data", self, "train_share")
         try:
             SpanConfig.__post_init__(self)
         except ValueError as error:

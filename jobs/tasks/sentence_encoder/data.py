@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,8 +37,11 @@ def prepare_documents(config: SentenceConfig) -> tuple[Manifest | GrowingManifes
     """
     tokenizer = load_tokenizer(config.tokenizer, needs_eos=False)
     layout = DocumentConfig(least_num_tokens=config.data.least_num_tokens, vocab_size=len(tokenizer))
+    share = replace(layout, share=config.data.train_share, share_seed=config.run.seed)
     return (
-        prepare_training_text(config, layout, partial(_check_training_documents, config)),
+        prepare_training_text(
+            config, layout if share.share == 1.0 else share, partial(_check_training_documents, config)
+        ),
         prepare_split(config, layout, "validation", partial(_check_documents, config, "validation")),
     )
 
@@ -68,11 +72,15 @@ def describe_documents(train: Manifest | GrowingManifest, validation: Manifest) 
     """Return the entries of a run's outcome that tell what its data hold; None while parts of the text are missing."""
     return {
         **describe_data(train, validation, noun="documents"),
-        "num_documents_too_short": {
-            split: manifest.num_documents - manifest.num_rows if isinstance(manifest, Manifest) else None
-            for split, manifest in (("train", train.latest()), ("validation", validation))
-        },
+        "num_documents_too_short": {"train": num_too_short(train.latest()), "validation": num_too_short(validation)},
     }
+
+
+def num_too_short(manifest: Manifest | GrowingManifest) -> int | None:
+    """Return the number of documents too short for spans; None if only a share is used, or while parts are missing."""
+    if not isinstance(manifest, Manifest) or getattr(manifest.layout, "share", 1.0) < 1.0:
+        return None
+    return manifest.num_documents - manifest.num_rows
 
 
 def span_source(config: SentenceConfig, manifest: Manifest | GrowingManifest, *, seed: int) -> SpanSource:

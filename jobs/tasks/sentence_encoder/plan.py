@@ -12,7 +12,13 @@ from jobs.engine.launch import tracking_uri
 from jobs.engine.task import PreparedTask, data_set
 from jobs.tasks.base import BasePlan, DataReference, count_parameters, create_task, naming_field, resolve_paths
 from jobs.tasks.sentence_encoder.config import SentenceConfig
-from jobs.tasks.sentence_encoder.data import build_encoder, build_tempnet, describe_documents, prepare_documents
+from jobs.tasks.sentence_encoder.data import (
+    build_encoder,
+    build_tempnet,
+    describe_documents,
+    num_too_short,
+    prepare_documents,
+)
 from jobs.tasks.text import refer_to
 from pipelines.archives import list_archives
 from pipelines.stream import READ_CPUS
@@ -83,8 +89,7 @@ class SentencePlan(BasePlan[SentenceConfig]):
         data = DataReference(train=refer_to(train), validation=validation.directory)
         counts = {}  # none while parts of the text are missing
         if isinstance(train, Manifest):
-            num_too_short = train.num_documents - train.num_rows
-            counts = {"num_documents": train.num_rows, "num_documents_too_short": num_too_short}
+            counts = {"num_documents": train.num_rows, "num_documents_too_short": num_too_short(train)}
         return PreparedTask(
             create_task=partial(create_task, "jobs.tasks.sentence_encoder.task:SentenceTask", config, data),
             num_samples=None,

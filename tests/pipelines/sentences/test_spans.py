@@ -145,6 +145,21 @@ def manifest(documents: list[np.ndarray], tmp_path_factory: pytest.TempPathFacto
     return Manifest(directory=str(directory), tokenizer_digest="", layout=layout, archives=[entry])
 
 
+def test_a_share_of_the_documents_is_a_function_of_seed_and_document(documents: list[np.ndarray]) -> None:
+    def kept(share: float, seed: int = 0, order: slice = slice(None)) -> set[bytes]:
+        layout = DocumentConfig(least_num_tokens=30, vocab_size=90_000, share=share, share_seed=seed)
+        rows = pa.Table.from_batches(list(layout.rows(documents[order])), layout.schema)
+        return {tokens.values.to_numpy().tobytes() for tokens in rows.column("tokens")}
+
+    third, half, whole = (kept(share) for share in (0.33, 0.5, 1.0))
+    assert third < half < whole
+    assert 0.3 < len(half) / len(whole) < 0.7
+    assert (
+        half == kept(0.5, order=slice(None, None, -1)) == kept(0.5, order=slice(30)) | kept(0.5, order=slice(30, None))
+    )
+    assert half != kept(0.5, seed=1)
+
+
 def source(manifest: Manifest, **options: float) -> SpanSource:
     return SpanSource(**{"manifest": manifest, "spans": SPANS, "special_tokens": SPECIAL, "seed": 5, **options})
 
