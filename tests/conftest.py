@@ -13,7 +13,7 @@ from types import FrameType
 
 import pytest
 from hypothesis import settings
-from store_support import bucket, s3_server  # noqa: F401 - fixtures of all tests
+from s3_support import ObjectStore, run_object_store
 
 # No test has a time limit per example, because a busy machine may be slow and no test measures speed.
 settings.register_profile("gate", deadline=None, max_examples=20)
@@ -71,6 +71,22 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
     with time_limit(item):
         return (yield)
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
+    """Run an S3 server, and yield it; the environment of this process stays as it is."""
+    with run_object_store(tmp_path_factory.mktemp("s3") / "log") as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(s3_server: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the name of an empty bucket that this process can use, with an empty cache of copies."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TEMPNET_MODELS", str(tmp_path / "cache"))
+    return s3_server.create_bucket()
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ import pytest
 import ray
 from node_support import RAY_OF_TESTS
 from readme_support import recipe, run_line
-from server_support import S3Server, free_port, wait_for_ports
+from s3_support import ObjectStore
+from server_support import free_port, wait_for_ports
 from support import (
     BIN,
     LANGUAGE_MODEL_OPTIONS,
@@ -28,7 +29,7 @@ from jobs.tasks.language_model.config import LanguageModelConfig
 
 
 @pytest.fixture(scope="session")
-def ray_head(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def ray_head(s3_server: ObjectStore, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Run `ray start --head` with `RAY_AUTH_MODE=token`, and yield its environment variables.
 
     Its workers are forks (`fork_worker.py`), and can use the object store of :func:`s3_server`.

@@ -1,14 +1,13 @@
-"""Provide an S3 server to tests and benchmarks, behind a proxy that is slow, fails and counts as it is told.
+"""Provide an S3 server on loopback to tests and benchmarks: moto, which is slow, fails and counts as it is told.
 
-    python tests/cluster/s3_support.py PORT SERVER_PORT
+    python tests/cluster/s3_support.py PORT
 
-runs the proxy alone; `run_object_store` starts both, each in a process of its own, so that neither takes computing time from
-the process that reads.
+runs it; `run_object_store` does so in a process of its own, so that it takes no computing time from the process that reads.
+This module imports nothing of the project, so that what imports it starts quickly and sets no other library up.
 """
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import random
@@ -18,6 +17,7 @@ import sys
 import threading
 import time
 import urllib.request
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -25,15 +25,23 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from server_support import S3Server, free_port, run_s3_server, run_server
+from pyarrow import fs
+from server_support import free_port, run_server
 
 CONTROL = "/.control"
 CHUNK_BYTES = 2**18
+# moto accepts any keys, and keeps the objects of all of them together.
+_KEY, _REGION = "testing", "us-east-1"
+# With these, the library of AWS looks for keys neither in files nor at a server of its own.
+_KEYS = {"AWS_ACCESS_KEY_ID": _KEY, "AWS_SECRET_ACCESS_KEY": _KEY, "AWS_DEFAULT_REGION": _REGION}
+
+Answer = tuple[int, list[tuple[str, str]], bytes]
+"""Status, headers and content."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Behaviour:
-    """What the proxy does to requests."""
+    """What the server does to requests."""
 
     latency: float = 0.0
     """Seconds before every answer."""
@@ -46,8 +54,8 @@ class Behaviour:
     gone: str = ""
     """Requests for paths that contain this are answered with 404 NoSuchKey."""
     remembers: bool = False
-    """Whether the proxy keeps the answers to requests for data in memory, so that the server behind it takes no computing
-    time from a benchmark. Nothing may be written meanwhile."""
+    """Whether the answers to requests for data are kept in memory, so that moto takes no computing time from a benchmark.
+    Nothing may be written meanwhile."""
     refuses_writes: bool = False
     """Whether everything but reading is answered with 403 AccessDenied, as a bucket that is read-only does."""
     needs_keys: bool = False
@@ -56,9 +64,8 @@ class Behaviour:
 
 @dataclass(kw_only=True)
 class Counts:
-    """What the proxy has seen since it was last asked to count anew."""
+    """What the server has seen since it was last asked to count anew."""
 
-    num_requests: int = 0
     num_gets: int = 0
     """Answered requests for data, which are GETs of objects."""
     num_bytes: int = 0
@@ -69,18 +76,20 @@ class Counts:
     """The ranges that were answered, by path."""
 
 
-class Proxy(ThreadingHTTPServer):
-    """Passes requests on to the S3 server on another port."""
+class Server(ThreadingHTTPServer):
+    """Answers requests with what moto answers, as `Behaviour` says."""
 
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, port: int, server_port: int) -> None:
+    def __init__(self, port: int) -> None:
+        from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+
         super().__init__(("127.0.0.1", port), Handler)
-        self.server_port_behind = server_port
+        self.moto = DomainDispatcherApplication(create_backend_app)
         self.behaviour, self.counts = Behaviour(), Counts()
         self.rng = random.Random(0)
-        self.memory: dict[tuple[str, str], tuple[int, list[tuple[str, str]], bytes]] = {}
+        self.memory: dict[tuple[str, str], Answer] = {}
         self.lock = threading.Lock()
         self.free_at = 0.0
 
@@ -105,32 +114,24 @@ class Proxy(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection to the proxy."""
+    """One connection to the server."""
 
     protocol_version = "HTTP/1.1"
-    server: Proxy
-    behind: http.client.HTTPConnection | None = None
+    server: Server
 
     def log_message(self, *_: object) -> None:
         """Print nothing."""
 
     def do_GET(self) -> None:
-        self.answer()
-
-    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
-
-    def answer(self) -> None:
         body = self.body()
         if self.path == CONTROL:
-            content = json.dumps(self.server.control(json.loads(body or b"{}"))).encode()
-            self.send_whole(200, content)
+            self.send_whole(200, json.dumps(self.server.control(json.loads(body))).encode())
             return
         behaviour = self.server.behaviour
         time.sleep(behaviour.latency)
         is_data = self.command == "GET" and "list-type" not in self.path and self.path.count("/") > 1
         failure = ""
         with self.server.lock:
-            self.server.counts.num_requests += 1
             if is_data and self.server.rng.random() < behaviour.share_failing:
                 failure = ("503", "reset", "cut")[self.server.counts.num_failed % 3]
                 self.server.counts.num_failed += 1
@@ -144,6 +145,8 @@ class Handler(BaseHTTPRequestHandler):
             self.reset()
         else:
             self.pass_on(body, is_data=is_data, is_cut=failure == "cut")
+
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
 
     def denies(self, behaviour: Behaviour) -> bool:
         """Return whether the request needs rights that the bucket does not grant."""
@@ -189,25 +192,26 @@ class Handler(BaseHTTPRequestHandler):
             self.server.wait_for_bandwidth(len(part))
             self.wfile.write(part)
 
-    def ask(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
-        """Return the status, the headers and the content of the server's answer."""
-        if self.behind is None:
-            self.behind = http.client.HTTPConnection("127.0.0.1", self.server.server_port_behind)
-        hop = ("connection", "content-length", "transfer-encoding")
-        sent = {name: value for name, value in self.headers.items() if name.lower() not in hop}
-        try:
-            self.behind.request(self.command, self.path, body, sent)
-            reply = self.behind.getresponse()
-        except (http.client.HTTPException, OSError):  # The server has closed a connection that it kept for some time.
-            self.behind.close()
-            self.behind.request(self.command, self.path, body, sent)
-            reply = self.behind.getresponse()
-        headers = [(name, value) for name, value in reply.getheaders() if name.lower() not in hop]
-        content = b"" if self.command == "HEAD" else reply.read()
-        if reply.status != 204:
-            length = reply.getheader("Content-Length") if self.command == "HEAD" else str(len(content))
-            headers.append(("Content-Length", length or "0"))
-        return reply.status, headers, content
+    def ask(self, body: bytes) -> Answer:
+        """Return moto's answer."""
+        from werkzeug.test import EnvironBuilder, run_wsgi_app
+
+        request = EnvironBuilder(
+            self.path,
+            f"http://{self.headers['Host']}",
+            method=self.command,
+            headers=list(self.headers.items()),
+            data=body,
+        )
+        content, status, headers = run_wsgi_app(self.server.moto, request.get_environ(), buffered=True)
+        read = b"" if self.command == "HEAD" else b"".join(content)
+        kept = [
+            (name, value) for name, value in headers.items() if name.lower() not in ("connection", "content-length")
+        ]
+        if not status.startswith("204"):
+            length = headers.get("Content-Length", "0") if self.command == "HEAD" else str(len(read))
+            kept.append(("Content-Length", length))
+        return int(status.split()[0]), kept, read
 
     def refuse(self, status: int, code: str) -> None:
         self.send_whole(status, f"<?xml version='1.0'?><Error><Code>{code}</Code><Message/></Error>".encode())
@@ -228,16 +232,57 @@ class Handler(BaseHTTPRequestHandler):
         self.rfile = self.wfile = open(os.devnull, "rb+")  # noqa: SIM115 — closed with the connection
 
 
-class ObjectStore(S3Server):
-    """The proxy, with an S3 server behind it that has a bucket `bucket`; `run_object_store` starts both."""
+@dataclass(frozen=True, kw_only=True)
+class ObjectStore:
+    """A server that runs, and what its clients need."""
+
+    port: int
+
+    @property
+    def endpoint(self) -> str:
+        """URL of the server."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables with which pyarrow and other clients find the server."""
+        return _KEYS | {"AWS_ENDPOINT_URL": self.endpoint}
+
+    @property
+    def filesystem(self) -> fs.S3FileSystem:
+        """The server's filesystem, whatever the environment is."""
+        return fs.S3FileSystem(
+            access_key=_KEY, secret_key=_KEY, region=_REGION, scheme="http",
+            endpoint_override=f"127.0.0.1:{self.port}", allow_bucket_creation=True,
+        )  # fmt: skip
+
+    def create_bucket(self) -> str:
+        """Create a bucket and return its name."""
+        name = f"bucket-{uuid.uuid4().hex[:12]}"
+        self.filesystem.create_dir(name)
+        return name
+
+    def upload(self, directory: Path, to: str) -> None:
+        """Copy the files of a local directory to `bucket/prefix`."""
+        fs.copy_files(str(directory), to, destination_filesystem=self.filesystem)
+
+    def download(self, path: str, to: Path) -> Path:
+        """Copy what lies at `bucket/prefix` to a local directory, and return it."""
+        to.mkdir(parents=True)
+        fs.copy_files(path, str(to), source_filesystem=self.filesystem)
+        return to
 
     def behave(self, **values: Any) -> None:
         """Change the behaviour (`Behaviour`) and begin to count anew."""
-        self._control(values or {"latency": 0.0})
+        self._control(asdict(Behaviour(**values)))
 
     def counts(self) -> Counts:
         """Return what was counted since the last change of behaviour."""
         return Counts(**self._control({}))
+
+    def num_reads(self, path: str) -> int:
+        """Return how often the content of `bucket/key` was asked for since the last change of behaviour."""
+        return len(self.counts().ranges.get(f"/{path}", ()))
 
     def _control(self, values: dict[str, Any]) -> dict[str, Any]:
         request = urllib.request.Request(f"{self.endpoint}{CONTROL}", json.dumps(values).encode(), method="POST")
@@ -248,13 +293,12 @@ class ObjectStore(S3Server):
 
 @contextmanager
 def run_object_store(log: Path) -> Iterator[ObjectStore]:
-    """Run an S3 server behind a proxy, and yield the proxy; the environment of this process stays as it is."""
-    with run_s3_server(log) as server:
-        store = ObjectStore(port=free_port(), log=log)
-        with run_server([__file__, str(store.port), str(server.port)], store.port, log):
-            store.filesystem.create_dir("bucket")
-            yield store
+    """Run a server with a bucket `bucket`, and yield it; the environment of this process stays as it is."""
+    store = ObjectStore(port=free_port())
+    with run_server([__file__, str(store.port)], store.port, log, environment=_KEYS):
+        store.filesystem.create_dir("bucket")
+        yield store
 
 
 if __name__ == "__main__":
-    Proxy(int(sys.argv[1]), int(sys.argv[2])).serve_forever()
+    Server(int(sys.argv[1])).serve_forever()

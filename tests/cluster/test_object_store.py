@@ -20,7 +20,6 @@ from image_archive_support import tar
 from language_model_support import assert_same_losses
 from PIL import Image
 from s3_support import ObjectStore, run_object_store
-from server_support import S3Server
 from support import LANGUAGE_MODEL_OPTIONS, ROOT
 
 from pipelines.images.manifest import ImageManifest
@@ -129,7 +128,7 @@ def run(command: list[str]) -> None:
 
 
 def test_a_chain_of_jobs_in_a_store_does_what_it_does_on_local_files(
-    cluster: dict[str, str], s3_server: S3Server, bucket: str, corpus: Path, tmp_path: Path,
+    cluster: dict[str, str], s3_server: ObjectStore, bucket: str, corpus: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("TEMPNET_MODELS", cluster["TEMPNET_MODELS"])  # The driver and the workers share their copies.

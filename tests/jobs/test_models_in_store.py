@@ -18,7 +18,7 @@ import pytest
 import safetensors.numpy
 from clip_support import make_dual_encoder
 from evaluation_support import make_export
-from server_support import S3Server
+from s3_support import ObjectStore
 from support import write_jsonl_zst
 from transformers import AutoConfig, AutoModelForMaskedLM
 
@@ -60,7 +60,7 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def remote(s3_server: S3Server, bucket: str, export: Path) -> str:
+def remote(s3_server: ObjectStore, bucket: str, export: Path) -> str:
     """Return the URI of the export in an object store."""
     s3_server.upload(export, f"{bucket}/tiny/export")
     return f"s3://{bucket}/tiny/export"
@@ -74,7 +74,7 @@ def test_a_model_has_the_digest_of_its_local_copy(remote: str, export: Path) -> 
 
 
 def test_a_store_may_be_named_in_the_uri(
-    s3_server: S3Server, remote: str, export: Path, monkeypatch: pytest.MonkeyPatch
+    s3_server: ObjectStore, remote: str, export: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in s3_server.environment:
         monkeypatch.delenv(name)
@@ -163,7 +163,7 @@ def test_only_the_networks_configuration_is_written_by_a_calibration(
     assert load_tempnet(local_copy(f"{model}/tempnet")).config.tau_max_eval is not None
 
 
-def test_dual_encoders_and_their_tokenizers_are_read(s3_server: S3Server, bucket: str, tmp_path: Path) -> None:
+def test_dual_encoders_and_their_tokenizers_are_read(s3_server: ObjectStore, bucket: str, tmp_path: Path) -> None:
     local = make_dual_encoder(tmp_path / "export")
     s3_server.upload(Path(local), f"{bucket}/clip/export")
     uri = f"s3://{bucket}/clip/export"
@@ -176,7 +176,7 @@ def test_dual_encoders_and_their_tokenizers_are_read(s3_server: S3Server, bucket
     assert with_fields(config, {"model.path": uri, "data.tokenizer": ""}).tokenizer == f"{uri}/text_encoder"
 
 
-def test_sentence_encoders_and_their_data_are_read(s3_server: S3Server, bucket: str, tmp_path: Path) -> None:
+def test_sentence_encoders_and_their_data_are_read(s3_server: ObjectStore, bucket: str, tmp_path: Path) -> None:
     tokenizer = train_wordpiece(["the cat sat on the mat"], 120)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     model = AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", vocab_size=len(tokenizer), **sizes))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from server_support import S3Server
+from s3_support import ObjectStore
 
 from pipelines.local_copy import is_directory, local_copy
 
@@ -26,7 +26,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def put(server: S3Server, path: str, content: bytes) -> None:
+def put(server: ObjectStore, path: str, content: bytes) -> None:
     with server.filesystem.open_output_stream(path) as stream:
         stream.write(content)
 
@@ -43,7 +43,7 @@ def model(tmp_path: Path) -> Path:
     return directory
 
 
-def test_a_copy_equals_its_source_and_is_kept(s3_server: S3Server, bucket: str, model: Path) -> None:
+def test_a_copy_equals_its_source_and_is_kept(s3_server: ObjectStore, bucket: str, model: Path) -> None:
     s3_server.upload(model, f"{bucket}/runs/a/export")
     uri = f"s3://{bucket}/runs/a/export"
     copy = Path(local_copy(uri))
@@ -57,7 +57,7 @@ def test_a_copy_equals_its_source_and_is_kept(s3_server: S3Server, bucket: str, 
     assert file == ("config.json", b"{}")
 
 
-def test_only_what_is_wanted_is_copied(s3_server: S3Server, bucket: str, model: Path) -> None:
+def test_only_what_is_wanted_is_copied(s3_server: ObjectStore, bucket: str, model: Path) -> None:
     for name in ("checkpoint-100/model.safetensors", "onnx/model.onnx", ".git/config"):
         (model / name).parent.mkdir()
         (model / name).write_bytes(b"x")
@@ -71,7 +71,7 @@ def test_only_what_is_wanted_is_copied(s3_server: S3Server, bucket: str, model: 
 
 
 def test_what_was_rewritten_is_copied_again_and_the_old_copy_is_deleted(
-    s3_server: S3Server, bucket: str, tmp_path: Path
+    s3_server: ObjectStore, bucket: str, tmp_path: Path
 ) -> None:
     put(s3_server, f"{bucket}/m/config.json", b"old")
     put(s3_server, f"{bucket}/m/gone.json", b"old")
@@ -84,7 +84,7 @@ def test_what_was_rewritten_is_copied_again_and_the_old_copy_is_deleted(
     assert len(list((tmp_path / "cache").rglob("config.json"))) == 1
 
 
-def test_whoever_asks_at_the_same_time_gets_one_copy(s3_server: S3Server, bucket: str) -> None:
+def test_whoever_asks_at_the_same_time_gets_one_copy(s3_server: ObjectStore, bucket: str) -> None:
     put(s3_server, f"{bucket}/m/weights.bin", bytes(40 * RANGE))
     with ThreadPoolExecutor(3) as pool:  # A file's lock keeps threads apart as it does processes.
         places = set(pool.map(local_copy, [f"s3://{bucket}/m"] * 3))
@@ -93,7 +93,7 @@ def test_whoever_asks_at_the_same_time_gets_one_copy(s3_server: S3Server, bucket
 
 
 @pytest.mark.parametrize("key", ["m/../../evil", "m/a/../../../evil", "m/./x", "m//x"])
-def test_no_name_leads_out_of_the_directory(s3_server: S3Server, bucket: str, key: str, tmp_path: Path) -> None:
+def test_no_name_leads_out_of_the_directory(s3_server: ObjectStore, bucket: str, key: str, tmp_path: Path) -> None:
     put(s3_server, f"{bucket}/m/config.json", b"{}")
     # pyarrow would not write an object of this name.
     client = http.client.HTTPConnection(s3_server.endpoint.removeprefix("http://"))
@@ -137,7 +137,7 @@ def test_local_paths_and_names_on_the_hub_stay_as_they_are(tmp_path: Path) -> No
 
 
 def test_too_small_a_disk_is_named_before_anything_is_copied(
-    s3_server: S3Server, bucket: str, small_disk: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+    s3_server: ObjectStore, bucket: str, small_disk: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = small_disk(2)
     monkeypatch.setenv("TEMPNET_MODELS", str(disk))
