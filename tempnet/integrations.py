@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.contrastive.losses import ContrastiveLoss
+from tempnet.contrastive.normalisers import NormaliserNet
 from tempnet.contrastive.state import SampleState, World
 from tempnet.contrastive.unimodal import UnimodalLoss
 from tempnet.network import TempNet
@@ -70,10 +71,12 @@ class SentencePairLoss(nn.Module):
         super().__init__()
         self.model = model
         world = World.current()
+        encoder: Any = model
+        size = int(encoder.get_embedding_dimension())
         if tempnet is None and config.kind.temperature == "tempnet":
-            encoder: Any = model
-            tempnet = new_tempnet(config, int(encoder.get_embedding_dimension()))
-        self.loss = UnimodalLoss(config, tempnet=tempnet, state=new_state(config, num_samples, world), world=world)
+            tempnet = new_tempnet(config, size)
+        state, normaliser = new_state(config, num_samples, world), NormaliserNet.for_loss(config, size)
+        self.loss = UnimodalLoss(config, tempnet=tempnet, normaliser=normaliser, state=state, world=world)
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """Return the loss of a batch of two columns, anchors and positives; `labels` (B,) are the ids of its samples.
@@ -97,20 +100,23 @@ class ClipLoss(nn.Module):
 
     `logit_scale` is not used: the temperature is that of the loss, whose parameters belong into the optimizer. With several
     processes, average the gradients (as DistributedDataParallel does); all ranks' samples are negatives of each other. Losses
-    with TempNets need `embedding_size` d, those with a state per sample `num_samples`, the number N of training pairs.
+    with networks need `embedding_size` d, those with a state per sample `num_samples`, the number N of training pairs.
     """
 
     def __init__(
         self, config: ContrastiveLossConfig, *, embedding_size: int | None = None, num_samples: int | None = None
     ) -> None:
         super().__init__()
-        networks: dict[str, TempNet] = {}
-        if config.kind.temperature == "tempnet":
+        networks: dict[str, Any] = {}
+        has_tempnets = config.kind.temperature == "tempnet"
+        if has_tempnets or config.kind.normaliser == "predicted":
             if embedding_size is None:
                 raise ValueError(
-                    f"the loss {config.name} has TempNets: give embedding_size, the dimension of the embeddings"
+                    f"the loss {config.name} has networks: give embedding_size, the dimension of the embeddings"
                 )
-            networks = {name: new_tempnet(config, embedding_size) for name in ("image_tempnet", "text_tempnet")}
+            for side in ("image", "text"):
+                networks[f"{side}_tempnet"] = new_tempnet(config, embedding_size) if has_tempnets else None
+                networks[f"{side}_normaliser"] = NormaliserNet.for_loss(config, embedding_size)
         world = World.current()
         self.loss = ContrastiveLoss(config, state=new_state(config, num_samples, world), world=world, **networks)
 

@@ -63,25 +63,24 @@ def test_a_language_model_loss_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_contrastive_loss_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The robust loss over all data with one learned temperature (arXiv 2407.01445), which no loss of the table is."""
-    monkeypatch.setitem(contrastive.LOSS_KINDS, "one_tau", contrastive.LossKind("learned", "global"))
-    assert PairTemperatureSection(loss="one_tau").has_free_tau
-    config = ContrastiveLossConfig.for_name("one_tau", rho=1.0, tau=0.2, tau_max=1.0, tile_size=4)
+    """The logarithm of the normaliser over all data at a fixed temperature, which no loss of the table is."""
+    monkeypatch.setitem(contrastive.LOSS_KINDS, "log_u", contrastive.LossKind("fixed", "global", is_unscaled=True))
+    assert not PairTemperatureSection(loss="log_u").has_free_tau
+    config = ContrastiveLossConfig.for_name("log_u", tau=0.2, tile_size=4)
     ids = torch.tensor([5, 0, 7, 3, 9, 4])
     loss = ContrastiveLoss(config, state=SampleState(10, config.state_columns)).double()
-    assert loss.learned is not None
 
     generator = torch.Generator().manual_seed(0)
     image, text = F.normalize(torch.randn(2, len(ids), 8, generator=generator, dtype=torch.float64), dim=-1)
-    inputs = image.requires_grad_(), text.requires_grad_(), loss.learned.log_tau
+    inputs = image.requires_grad_(), text.requires_grad_()
     # On the first visit of every sample u is the mean over the batch's negatives, so that plain autograd is right.
-    tau, similarity = loss.learned.log_tau.exp(), image @ text.T
+    similarity = image @ text.T
     is_positive = torch.eye(len(ids), dtype=torch.bool)
     expected = torch.zeros((), dtype=torch.float64)
     for side in (similarity, similarity.T):
-        scaled = (side - side.diag()[:, None]) / tau
+        scaled = (side - side.diag()[:, None]) / config.tau
         log_u = scaled.masked_fill(is_positive, -torch.inf).logsumexp(1) - math.log(len(ids) - 1)
-        expected = expected + (tau * (log_u + config.rho)).mean() / 2
+        expected = expected + log_u.mean() / 2
 
     found = loss(image, text, ids, ids, gamma=0.8)
     torch.testing.assert_close(found["loss"], expected)

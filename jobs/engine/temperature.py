@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from jobs.engine.config import TrainingConfig
-from jobs.engine.fields import check_positive, values_of
+from jobs.engine.fields import check_positive, stands_for, values_of
 from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig, ContrastiveOptions, check_negatives
 from tempnet.network_config import TempNetConfig, TempNetOptions
 
@@ -30,7 +31,7 @@ class TempNetSection(TempNetOptions):
         if not has_learned_rho:
             raise ValueError(
                 f"temperature.target_tau = {self.target_tau:g} steers the ρ of a robust loss with TempNets: choose "
-                "temperature.loss dro (language models) or tempnet (contrastive), or None"
+                "temperature.loss dro (language models), tempnet or tempnet_neuclip (contrastive), or None"
             )
         if not tau_min < self.target_tau < tau_max:
             raise ValueError(
@@ -43,15 +44,22 @@ class ContrastiveSection(TempNetSection, ContrastiveOptions):
     """The contrastive loss, its normaliser and its temperatures (see `tempnet.contrastive.config`)."""
 
     loss: str = "tempnet"
-    """Name of the loss: clip, clip_fixed, cyclip, sogclr, isogclr, tempnet, sogclr_given, temperature_free or
-    tempnet_in_batch."""
+    """Name of the loss: clip, clip_fixed, cyclip, sogclr, isogclr, tempnet, sogclr_given, temperature_free,
+    tempnet_in_batch, fastclip_v0, fastclip_v1, fastclip_v2, fastclip_v3, siglip, neuclip or tempnet_neuclip."""
     tau: float | None = None
-    """The fixed temperature, or the initial value of a learned one. None: 0.01 for losses normalised over all data
-    (sogclr, isogclr, tempnet, sogclr_given), 0.07 for losses normalised over the batch."""
+    """The fixed temperature, or the initial value of a learned one. None: 0.07 for losses that are normalised over the batch
+    or learn one temperature (siglip: 0.1), 0.01 for the others."""
     tau_min: float | None = None
-    """τ₀, the lower bound of the temperature. None: 0.001 for losses normalised over all data, 0.01 over the batch."""
+    """τ₀, the lower bound of the temperature. None: 0.01 for losses that are normalised over the batch or learn one
+    temperature, 0.001 for the others."""
     tau_max: float | None = None
-    """τ_max, the upper bound of the temperature. None: 0.05 for losses normalised over all data, 1 over the batch."""
+    """τ_max, the upper bound of the temperature. None: 1 for losses that are normalised over the batch or learn one
+    temperature, 0.05 for the others."""
+    gamma_schedule: Literal["constant", "cosine"] | None = field(
+        default=None, metadata=stands_for("resolved_gamma_schedule")
+    )
+    """Schedule of γ. constant: always gamma. cosine: from 1 to gamma_min over the first half of training
+    (arXiv 2407.01445). None: cosine for fastclip_v0 to fastclip_v3, neuclip and tempnet_neuclip, else constant."""
     phi_init: float = 0.01
     """Initial value of φ, the temperature inside the TempNet's pooling layer."""
 
@@ -71,9 +79,19 @@ class ContrastiveSection(TempNetSection, ContrastiveOptions):
         )
 
     @property
+    def resolved_gamma_schedule(self) -> str:
+        """The schedule of γ, or that of the loss where it is None."""
+        return "cosine" if self.loss_config.has_falling_gamma else "constant"
+
+    @property
     def needs_tempnets(self) -> bool:
         """Whether the loss takes its temperatures from TempNets."""
         return LOSS_KINDS[self.loss].temperature == "tempnet"
+
+    @property
+    def needs_prototypes(self) -> bool:
+        """Whether networks of the loss begin with embeddings of training samples."""
+        return (self.needs_tempnets and self.projection) or LOSS_KINDS[self.loss].normaliser == "predicted"
 
     @property
     def has_free_tau(self) -> bool:
@@ -138,7 +156,7 @@ def check_sizes(
         check_negatives(temperature.loss_config, num_pairs_per_batch, num_samples)
     except ValueError as error:
         raise ValueError(f"temperature.{error}") from error
-    if temperature.needs_tempnets and temperature.projection and temperature.num_prototypes > num_samples:
+    if temperature.needs_prototypes and temperature.num_prototypes > num_samples:
         raise ValueError(
             f"temperature.num_prototypes = {temperature.num_prototypes} is more than the {num_samples} training {noun} that "
             f"prototypes are made from: choose at most {num_samples}"

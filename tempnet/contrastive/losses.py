@@ -22,14 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from tempnet.contrastive.config import ContrastiveLossConfig
-from tempnet.contrastive.normalisers import Repeats
+from tempnet.contrastive.normalisers import LARGEST_GRADIENT, NormaliserNet, Repeats
 from tempnet.contrastive.state import SampleState, World
 from tempnet.contrastive.step import AttachGradients, BatchLoss, GatheredBatch, Needs, StepResult, compute
 from tempnet.contrastive.tiles import PositivePairs, SimilarityTiles
 from tempnet.network import TempNet
 from tempnet.statistics import histogram_of, standard_deviation, sum_tau, summarise_tau
-
-_LARGEST_GRADIENT = 5.0
 
 
 class ContrastiveOutput(TypedDict):
@@ -40,18 +38,19 @@ class ContrastiveOutput(TypedDict):
     tau: Tensor
     """Temperatures that were used in this batch: (2, b)."""
     log_u: Tensor | None
-    """Logarithms of the normaliser estimates u, including this batch: (2, b); None for the in-batch losses."""
+    """Logarithms of the normaliser estimates u, including this batch: (2, b); None for losses without such estimates."""
     dual_gradient: Tensor | None
     """Gradient in τ, G = log u + ρ − E_w[h/τ], which is 0 at the optimal τ: (2, b). None if no robust loss learns τ
     in this call."""
 
 
 class ContrastiveLoss(nn.Module):
-    """Contrastive loss between images and texts; its parameters are the learned temperature or the TempNets, if any.
+    """Contrastive loss between images and texts; its parameters are its learned temperature or its networks, if any.
 
-    A loss with a TempNet needs two networks, and one that keeps values per sample a state with the columns
-    `config.state_columns`; what is missing or superfluous raises ValueError. The state is not part of the module's
-    state_dict: every rank saves its own (`SampleState.save`). By default only this process shares a batch.
+    A loss with a TempNet needs two of them, one that predicts its normaliser two `NormaliserNet`, and one that keeps values
+    per sample a state with the columns `config.state_columns`; what is missing or superfluous raises ValueError. The state is
+    not part of the module's state_dict: every rank saves its own (`SampleState.save`). By default only this process shares a
+    batch.
     """
 
     def __init__(
@@ -60,15 +59,19 @@ class ContrastiveLoss(nn.Module):
         *,
         image_tempnet: TempNet | None = None,
         text_tempnet: TempNet | None = None,
+        image_normaliser: NormaliserNet | None = None,
+        text_normaliser: NormaliserNet | None = None,
         state: SampleState | None = None,
         world: World | None = None,
     ) -> None:
         super().__init__()
         self.config, self.state, self.world = config, state, world or World.alone()
-        has_tempnet = config.kind.temperature == "tempnet"
-        for network in (image_tempnet, text_tempnet):
-            if (network is not None) != has_tempnet:
-                raise ValueError(f"the loss {config.name} takes {'two TempNets' if has_tempnet else 'no TempNet'}")
+        for noun, has_networks, networks in (
+            ("TempNet", config.kind.temperature == "tempnet", (image_tempnet, text_tempnet)),
+            ("NormaliserNet", config.kind.normaliser == "predicted", (image_normaliser, text_normaliser)),
+        ):
+            if any((network is not None) != has_networks for network in networks):
+                raise ValueError(f"the loss {config.name} takes {f'two {noun}s' if has_networks else f'no {noun}'}")
         columns = set(config.state_columns)
         if (set() if state is None else set(state.columns)) != columns:
             raise ValueError(
@@ -76,6 +79,7 @@ class ContrastiveLoss(nn.Module):
                 f"make its SampleState with config.state_columns, or None if there are none"
             )
         self.image_tempnet, self.text_tempnet = image_tempnet, text_tempnet
+        self.image_normaliser, self.text_normaliser = image_normaliser, text_normaliser
         self.learned = LearnedTemperature(config) if config.kind.temperature == "learned" else None
 
     def forward(
@@ -123,6 +127,18 @@ class ContrastiveLoss(nn.Module):
             return stored[:, batch.part]
         return image.new_full((2, len(image)), 1.0 if self.config.kind.temperature == "free" else self.config.tau)
 
+    def _log_normalisers(self, image: Tensor, text: Tensor, tau: Tensor, batch: GatheredBatch) -> Tensor | None:
+        """Return the predicted log u (2, b) of this rank's anchors at temperatures (2, b), or −b of the sigmoid loss.
+
+        The networks predict the mean over exp(S_ij/τ_i), of which the positive's S_ii is subtracted.
+        """
+        if self.learned is not None and self.learned.bias is not None:
+            return (-self.learned.bias).expand(2, len(image))
+        if self.image_normaliser is None or self.text_normaliser is None:
+            return None
+        predicted = torch.stack([self.image_normaliser(image, tau[0]), self.text_normaliser(text, tau[1])])
+        return predicted.to(tau.dtype) - batch.cosines[batch.part] / tau.detach()
+
     def _update_state(self, batch: GatheredBatch, stored: dict[str, Tensor], result: StepResult) -> None:
         if self.state is None:
             return
@@ -151,7 +167,7 @@ def contrastive_losses(
     """Compute several losses of one batch as :meth:`ContrastiveLoss.forward` does each, with the similarities computed once.
 
     The losses have networks and state of their own, and γ of their own; either all or none of them are without a
-    temperature.
+    temperature, and either all or none without a normaliser.
     """
     world = losses[0].world
     # At least float32 is needed: in bfloat16, exp(similarity/τ) at τ = 0.005 is off by a factor of two.
@@ -163,6 +179,10 @@ def contrastive_losses(
         taus = [
             loss._temperatures(image, text, batch, state).to(dtype) for loss, state in zip(losses, states, strict=True)
         ]
+        predictions = [loss._log_normalisers(image, text, tau, batch) for loss, tau in zip(losses, taus, strict=True)]
+        for state, prediction in zip(states, predictions, strict=True):
+            if prediction is not None:
+                state["log_u"] = world.gather(prediction.T).T.to(dtype)
         wants_grad = torch.is_grad_enabled()
         needs = Needs(
             image=wants_grad and image.requires_grad,
@@ -175,10 +195,10 @@ def contrastive_losses(
             batch, [BatchLoss(loss.config, tau, gamma, state) for loss, tau, gamma, state in parts], world, needs
         )
         outputs = []
-        for loss, state, tau, result in zip(losses, states, taus, results, strict=True):
+        for loss, state, tau, prediction, result in zip(losses, states, taus, predictions, results, strict=True):
             if loss.training:
                 loss._update_state(batch, state, result)
-            outputs.append(_output(loss, batch, image, text, tau, result))
+            outputs.append(_output(loss, batch, result, image, text, tau, prediction))
     return outputs
 
 
@@ -197,13 +217,23 @@ def _gather(image: Tensor, text: Tensor, ids: Tensor, image_ids: Tensor, world: 
 
 
 def _output(
-    loss: ContrastiveLoss, batch: GatheredBatch, image: Tensor, text: Tensor, tau: Tensor, result: StepResult
+    loss: ContrastiveLoss,
+    batch: GatheredBatch,
+    result: StepResult,
+    image: Tensor,
+    text: Tensor,
+    tau: Tensor,
+    prediction: Tensor | None,
 ) -> ContrastiveOutput:
-    """Return what the loss returns, with its gradients attached to embeddings and temperatures (2, b)."""
-    dual = None if result.dual_gradient is None else result.dual_gradient[:, batch.part]
-    tau_grad = None if dual is None else dual / (2 * len(batch.ids))
+    """Return what the loss returns, with its gradients attached to embeddings, temperatures and predicted log u, (2, b)."""
+    dual, slope = (
+        None if gradient is None else gradient[:, batch.part]
+        for gradient in (result.dual_gradient, result.prediction_gradient)
+    )
+    gradients = [None if of_anchors is None else of_anchors / (2 * len(batch.ids)) for of_anchors in (dual, slope)]
+    leaves = image, text, tau, prediction
     value = AttachGradients.apply(
-        result.loss, loss.world.size, image, text, tau, result.image_grad, result.text_grad, tau_grad
+        result.loss, loss.world.size, *leaves, result.image_grad, result.text_grad, *gradients
     )
     return {
         "loss": value,
@@ -214,7 +244,7 @@ def _output(
 
 
 class LearnedTemperature(nn.Module):
-    """One temperature τ in [τ_min, τ_max], whose logarithm is a learned parameter.
+    """One temperature τ in [τ_min, τ_max], whose logarithm is a learned parameter, and the bias b of the sigmoid loss.
 
     If the optimizer has moved the parameter out of the range, τ is the bound, and only gradients that would move it
     further out are set to 0. A plain clamp would set all gradients to 0 there, and the parameter could never return.
@@ -224,6 +254,7 @@ class LearnedTemperature(nn.Module):
         super().__init__()
         # A one-element vector, because DeepSpeed cannot broadcast zero-dimensional parameters.
         self.log_tau = nn.Parameter(torch.full((1,), math.log(config.tau)))
+        self.bias = nn.Parameter(torch.full((1,), config.bias)) if config.kind.normaliser == "none" else None
         self.bounds = math.log(config.tau_min), math.log(config.tau_max)
 
     def forward(self) -> Tensor:
@@ -250,7 +281,7 @@ def momentum_step(
 ) -> tuple[Tensor, Tensor]:
     """Return τ and m, (2, B) each, after a step of isogclr: m ← (1−β)m + β·clip(G, ±5), then τ ← Π[τ − η·m]."""
     beta = config.tau_momentum
-    clipped = gradient.clamp(-_LARGEST_GRADIENT, _LARGEST_GRADIENT)
+    clipped = gradient.clamp(-LARGEST_GRADIENT, LARGEST_GRADIENT)
     momentum = (1.0 - beta) * momentum + beta * clipped
     return (tau - config.tau_step * momentum).clamp(config.tau_min, config.tau_max), momentum
 

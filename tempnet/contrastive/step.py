@@ -66,12 +66,12 @@ class BatchLoss(NamedTuple):
     gamma: float
     """γ of the moving average, in (0, 1]."""
     stored: dict[str, Tensor]
-    """Columns of the per-sample state before this batch, each (2, B)."""
+    """Columns of the per-sample state before this batch, each (2, B); `log_u` may be predicted, or −b of the sigmoid loss."""
 
     def normalise(self, log_sums: Tensor, batch: GatheredBatch) -> Normalised:
         """Compute the losses of all anchors from ℓ (2, B)."""
-        num_negatives = batch.pairs.num_negatives
-        if self.config.kind.normaliser == "in_batch":
+        num_negatives, kind = batch.pairs.num_negatives, self.config.kind
+        if kind.normaliser == "in_batch":
             return in_batch(log_sums, self.tau, num_negatives > 0)
         return moving_average(
             log_sums,
@@ -80,7 +80,8 @@ class BatchLoss(NamedTuple):
             self.stored["log_u"].to(log_sums.dtype),
             Repeats(batch.ids),
             gamma=self.gamma,
-            rho=self.config.rho if self.config.kind.uses_rho else 0.0,
+            rho=self.config.rho if kind.uses_rho else 0.0,
+            form="predicted" if kind.normaliser == "predicted" else "unscaled" if kind.is_unscaled else "global",
         )
 
 
@@ -106,14 +107,22 @@ class StepResult:
     """Gradient of this rank's texts: (b, d)."""
     dual_gradient: Tensor | None = None
     """2B·∂loss/∂τ, which for a robust loss is G (see `ContrastiveOutput`): (2, B)."""
+    prediction_gradient: Tensor | None = None
+    """2B times the gradient in the predicted log u, or in −b of the sigmoid loss: (2, B); None without one."""
 
 
 @torch.no_grad()
 def compute(batch: GatheredBatch, losses: Sequence[BatchLoss], world: World, needs: Needs) -> list[StepResult]:
-    """Compute K losses of a batch, either all or none of them without a temperature, and the gradients in `needs`."""
+    """Compute K losses of a batch and the gradients in `needs`.
+
+    Either all or none of them are without a temperature, and either all or none without a normaliser.
+    """
     part, num_pairs, first = batch.part, len(batch.ids), losses[0].config
-    is_artanh = first.kind.temperature == "free"
+    is_artanh, is_sigmoid = first.kind.temperature == "free", first.kind.normaliser == "none"
     assert all((loss.config.kind.temperature == "free") == is_artanh for loss in losses)
+    assert all((loss.config.kind.normaliser == "none") == is_sigmoid for loss in losses)
+    if is_sigmoid:
+        return [sigmoid(batch, loss, world, needs) for loss in losses]
     positives = 2.0 * clamp_cosines(batch.cosines).atanh() if is_artanh else batch.cosines
     tiles = SimilarityTiles(batch.image, batch.text, batch.pairs, tile_size=first.tile_size, is_artanh=is_artanh)
     tau = torch.stack([loss.tau for loss in losses])  # (K, 2, B)
@@ -122,7 +131,10 @@ def compute(batch: GatheredBatch, losses: Sequence[BatchLoss], world: World, nee
     normalised = [
         loss.normalise(own, batch) for own, loss in zip(log_sums.relative_to(positives, scale), losses, strict=True)
     ]
-    results = [StepResult(loss=own.losses.sum() / (2 * num_pairs), log_u=own.log_u) for own in normalised]
+    results = [
+        StepResult(loss=own.losses.sum() / (2 * num_pairs), log_u=own.log_u, prediction_gradient=own.prediction_slope)
+        for own in normalised
+    ]
     if any(needs):
         log_weights = torch.stack([own.log_weight for own in normalised])
         offset = log_sums.rest - log_weights + math.log(2 * num_pairs)  # o, with 1/(2B)
@@ -177,6 +189,38 @@ def _gather_log_sums(own: tuple[LogSums, LogSums], scale: Tensor, part: slice, w
     tops, rests = world.gather(partial).split([1, len(scale)], dim=1)
     top = tops.amax(0)
     return LogSums(top[0], (rests + (tops - top) * scale).logsumexp(0))
+
+
+@torch.no_grad()
+def sigmoid(batch: GatheredBatch, loss: BatchLoss, world: World, needs: Needs) -> StepResult:
+    """Compute the sigmoid loss of SigLIP (arXiv 2303.15343), in which every pair counts by itself.
+
+        (1/B) Σ_i [softplus(−x_ii) + Σ_{j∈N(i)} softplus(x_ij)],     x_ij = S_ij/τ + b,     softplus(−x) = −log σ(x)
+
+    Nothing is normalised, so that rows and columns are the same sum, and the ranks exchange no sums but those of the text
+    gradients. −b has the place of a log-normaliser that all anchors share.
+    """
+    part, num_pairs = batch.part, len(batch.ids)
+    scale, offset, cosines = loss.tau[0, part].reciprocal(), loss.stored["log_u"][0, part], batch.cosines[part]
+    tiles = SimilarityTiles(batch.image, batch.text, batch.pairs, tile_size=loss.config.tile_size)
+    sums = tiles.sigmoid(scale, offset, with_image=needs.image, with_text=needs.text)
+    positives = cosines * scale - offset
+    missed = (-positives).sigmoid()
+    total = sums.losses.sum() + torch.logaddexp(-positives, torch.zeros_like(positives)).sum()
+    slopes = torch.zeros(
+        2, *loss.tau.shape, dtype=scale.dtype, device=scale.device
+    )  # in τ and in −b, both of rows only
+    slopes[0, 0, part] = -2.0 * scale.square() * (sums.products - missed * cosines)
+    slopes[1, 0, part] = -2.0 * (sums.weights - missed)
+    result = StepResult(
+        loss=world.sum(total) / num_pairs, log_u=None, dual_gradient=slopes[0], prediction_gradient=slopes[1]
+    )
+    own = (missed * scale)[:, None]
+    if sums.image is not None:
+        result.image_grad = sums.image.addcmul_(own, batch.text[part], value=-1.0).div_(num_pairs)
+    if sums.text is not None:
+        result.text_grad = world.sum_part(sums.text).addcmul_(own, batch.image, value=-1.0).div_(num_pairs)
+    return result
 
 
 @torch.no_grad()

@@ -107,6 +107,21 @@ class LogSums(NamedTuple):
         return (self.top - positives) * scale + self.rest
 
 
+class SigmoidSums(NamedTuple):
+    """Sums over the negatives of every row, x = S·scale − offset: (b,) each; and the gradients of Σ softplus(x)."""
+
+    losses: Tensor
+    """Σ softplus(x)."""
+    weights: Tensor
+    """Σ σ(x)."""
+    products: Tensor
+    """Σ σ(x)·S."""
+    image: Tensor | None
+    """Gradient of this rank's image embeddings, complete: (b, d); None if it was not requested."""
+    text: Tensor | None
+    """Gradient of all text embeddings, only the contribution of this rank's rows: (B, d); None if it was not requested."""
+
+
 class Weighting(NamedTuple):
     """The weights exp((S − top)·scale − offset) of n anchors' negatives."""
 
@@ -200,6 +215,27 @@ class SimilarityTiles:
                 if text_grad is not None:
                     text_grad[number, tile.columns].addmm_(weights.T, self.image[tile.rows])
         return TileGradients(image_grad, text_grad, row_products, column_products)
+
+    def sigmoid(self, scale: Tensor, offset: Tensor, *, with_image: bool, with_text: bool) -> SigmoidSums:
+        """Return sums and gradients of the sigmoid loss, for scale 1/τ and offset (b,) of the rows, in a single pass."""
+        losses, weight_sums, products = (torch.zeros_like(scale) for _ in range(3))
+        image_grad = torch.zeros_like(self.image) if with_image else None
+        text_grad = torch.zeros_like(self.text) if with_text else None
+        for tile in self._tiles():
+            own = scale[tile.rows, None]
+            torch.addcmul(-offset[tile.rows, None], tile.logits, own, out=tile.row_work)
+            losses[tile.rows] += torch.logaddexp(tile.row_work, torch.zeros_like(offset[:1]), out=tile.column_work).sum(
+                1
+            )
+            weights = tile.row_work.sigmoid_()
+            weight_sums[tile.rows] += weights.sum(1)
+            products[tile.rows] += torch.mul(weights, tile.logits, out=tile.column_work).sum(1)
+            weights.mul_(own)
+            if image_grad is not None:
+                image_grad[tile.rows].addmm_(weights, self.text[tile.columns])
+            if text_grad is not None:
+                text_grad[tile.columns].addmm_(weights.T, self.image[tile.rows])
+        return SigmoidSums(losses, weight_sums, products, image_grad, text_grad)
 
     def _tiles(self) -> Iterator[_Tile]:
         size = self.tile_size

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 
 from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.contrastive.losses import ContrastiveLoss, ContrastiveOutput
+from tempnet.contrastive.normalisers import NormaliserNet
 from tempnet.contrastive.state import SampleState, World
 from tempnet.network import TempNet
 
 
 class UnimodalLoss(nn.Module):
-    """Contrastive loss between anchors and positives of one modality; both members of a pair share one TempNet.
+    """Contrastive loss between anchors and positives of one modality; both members of a pair share their networks.
 
     The arguments are those of `tempnet.contrastive.losses.ContrastiveLoss`. A sample of the state is a document, no
     matter how many of its spans are in a batch. Cyclip is not possible, because its cyclic terms compare two modalities:
@@ -38,13 +39,22 @@ class UnimodalLoss(nn.Module):
         config: ContrastiveLossConfig,
         *,
         tempnet: TempNet | None = None,
+        normaliser: NormaliserNet | None = None,
         state: SampleState | None = None,
         world: World | None = None,
     ) -> None:
         super().__init__()
         if config.kind.is_cyclic:
             raise ValueError(f"the loss {config.name} compares two modalities, and there is one")
-        self.bimodal = ContrastiveLoss(config, image_tempnet=tempnet, text_tempnet=tempnet, state=state, world=world)
+        self.bimodal = ContrastiveLoss(
+            config,
+            image_tempnet=tempnet,
+            text_tempnet=tempnet,
+            image_normaliser=normaliser,
+            text_normaliser=normaliser,
+            state=state,
+            world=world,
+        )
 
     @property
     def tempnet(self) -> TempNet | None:

@@ -333,10 +333,16 @@ class TemperatureDualEncoder(nn.Module):
     def init_prototypes(self, image_embeddings: Tensor, text_embeddings: Tensor) -> None:
         """Set the prototypes of each TempNet from the first d2 embeddings of its own modality (TempNet Appendix D.1).
 
-        The embeddings (d2 or more, d) are unit vectors of randomly chosen training images and texts, the same on all ranks. A
-        TempNet without a projection layer (ablation) has no prototypes and is skipped. Fewer than d2 embeddings, and a loss
-        without TempNets, raise ValueError.
+        Those of a network that predicts normalisers are contrasts, of the other modality. The embeddings (d2 or more, d) are
+        unit vectors of randomly chosen training images and texts, the same on all ranks. A TempNet without a projection layer
+        (ablation) has no prototypes and is skipped. Fewer than d2 embeddings, and a loss without networks, raise ValueError.
         """
+        loss = self.loss
+        if loss.image_normaliser is not None and loss.text_normaliser is not None:
+            loss.image_normaliser.init_prototypes(text_embeddings)
+            loss.text_normaliser.init_prototypes(image_embeddings)
+            if loss.image_tempnet is None:
+                return
         for network, embeddings in zip(self._tempnets(), (image_embeddings, text_embeddings), strict=True):
             if network.config.projection:
                 network.init_prototypes(embeddings)

@@ -202,7 +202,7 @@ class ClipConfig(ContrastiveTrainingConfig):
         if self.model.freeze and not self.temperature.needs_tempnets:
             raise ValueError(
                 f"model.freeze = True leaves nothing to train with temperature.loss = {self.temperature.loss!r}: "
-                "choose tempnet or tempnet_in_batch"
+                "choose tempnet, tempnet_in_batch or tempnet_neuclip"
             )
         if self.model.features and not self.model.freeze:
             raise ValueError(

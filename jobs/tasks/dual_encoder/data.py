@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from pipelines.local_copy import checked_copy
 from pipelines.text.tokenization import load_tokenizer, tokenizer_digest
 from tempnet.base_model import BaseReference
 from tempnet.contrastive.losses import ContrastiveLoss
+from tempnet.contrastive.normalisers import NormaliserNet
 from tempnet.contrastive.state import SampleState, World
 from tempnet.models.dual_encoder import DualEncoder, TemperatureDualEncoder, encoder_digest, read_sizes
 from tempnet.models.dual_encoder_config import DualEncoderConfig
@@ -192,18 +194,22 @@ def _text_tower(config: ClipConfig, tokenizer: PreTrainedTokenizerFast) -> PreTr
     )
 
 
-def build_tempnets(config: ClipConfig) -> tuple[TempNet | None, TempNet | None]:
-    """Return a new TempNet for images and one for texts, or None for both if the loss uses no TempNets."""
-    if not config.temperature.needs_tempnets:
-        return None, None
-    network = config.temperature.network_config(config.model.embedding_size)
-    return TempNet(network), TempNet(network)
+def build_networks(config: ClipConfig) -> dict[str, Any]:
+    """Return the new networks of the loss for images and for texts, by the names that `ContrastiveLoss` has for them."""
+    temperature, size = config.temperature, config.model.embedding_size
+    networks: dict[str, Any] = {}
+    if temperature.needs_tempnets:
+        tempnet = temperature.network_config(size)
+        networks = {name: TempNet(tempnet) for name in ("image_tempnet", "text_tempnet")}
+    for name in ("image_normaliser", "text_normaliser"):
+        networks[name] = NormaliserNet.for_loss(temperature.loss_config, size, temperature.num_prototypes)
+    return networks
 
 
 def add_loss(
     encoder: DualEncoder | None, config: ClipConfig, *, num_pairs: int, device: torch.device
 ) -> TemperatureDualEncoder:
-    """Build the module from its encoder, None with stored embeddings: add the loss with its TempNets and its state.
+    """Build the module from its encoder, None with stored embeddings: add the loss with its networks and its state.
 
     The state of `num_pairs` samples is partitioned among the ranks.
     """
@@ -211,12 +217,12 @@ def add_loss(
         # The initial weights of TempNets on frozen towers must not depend on whether the towers were built, which draws
         # random numbers.
         torch.manual_seed(config.run.seed)
-    image_tempnet, text_tempnet = build_tempnets(config)
+    networks = build_networks(config)
     loss, world = config.temperature.loss_config, World.current()
     state = SampleState(num_pairs, loss.state_columns, world=world, device=device) if loss.state_columns else None
     module = TemperatureDualEncoder(
         encoder,
-        ContrastiveLoss(loss, image_tempnet=image_tempnet, text_tempnet=text_tempnet, state=state, world=world),
+        ContrastiveLoss(loss, **networks, state=state, world=world),
         freeze_encoder=config.model.freeze,
     )
     return module.to(device)

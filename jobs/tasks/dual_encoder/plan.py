@@ -28,7 +28,7 @@ from jobs.tasks.base import (
 from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.dual_encoder.data import (
     build_encoder,
-    build_tempnets,
+    build_networks,
     encoder_sizes,
     find_embeddings,
     pair_source,
@@ -67,7 +67,7 @@ class ClipPlan(BasePlan[ClipConfig]):
     num_text_parameters: int
     """Number of parameters of the text tower with its projection; 0 with stored embeddings."""
     num_tempnet_parameters: int
-    """Number of parameters of both TempNets together; 0 without TempNets."""
+    """Number of parameters of the loss's networks together; 0 without networks."""
 
     @property
     def data_cpus(self) -> float:
@@ -79,6 +79,7 @@ class ClipPlan(BasePlan[ClipConfig]):
         """Return the plan as text for the terminal."""
         config, loss = self.config, self.config.temperature.loss_config
         size, workers = config.optimizer.batch_size, config.workers.max_workers
+        gamma = f"from 1 to {loss.gamma_min:g}" if loss.has_falling_gamma else f"constant {loss.gamma:g}"
         num_base_parameters = self.num_image_parameters + self.num_text_parameters
         num_frozen = num_base_parameters if config.model.freeze else 0
         towers = f"image tower {self.num_image_parameters:,}, text tower {self.num_text_parameters:,}"
@@ -91,7 +92,7 @@ class ClipPlan(BasePlan[ClipConfig]):
                 "loss": f"{loss.name}: temperature {loss.kind.temperature}, normaliser {loss.kind.normaliser}, "
                 f"τ in [{loss.tau_min:g}, {loss.tau_max:g}]"
                 + (f", ρ = {loss.rho:g}" if loss.kind.uses_rho else "")
-                + (f", γ {loss.gamma_schedule} {loss.gamma:g}" if loss.kind.normaliser == "global" else ""),
+                + (f", γ {gamma}" if loss.kind.objective == "robust" else ""),
                 "batch": f"{size} pairs: {workers} workers × {size // workers}, each image against {size - 1} captions",
             },
             num_units=size,
@@ -217,7 +218,7 @@ def make_plan(config: ClipConfig) -> ClipPlan:
         config=config,
         num_image_parameters=num_parameters[0],
         num_text_parameters=num_parameters[1],
-        num_tempnet_parameters=count_parameters(*build_tempnets(config)),
+        num_tempnet_parameters=count_parameters(*build_networks(config).values()),
         tracking_uri=uri,
     )
 

@@ -107,8 +107,8 @@ class ClipTask(BaseTask[ClipConfig]):
 
     @torch.no_grad()
     def _init_prototypes(self, module: TemperatureDualEncoder, config: ClipConfig, device: torch.device) -> None:
-        """Initialise the TempNets' prototypes from embeddings of random training images and texts, the same on every rank."""
-        if not (config.temperature.needs_tempnets and config.temperature.projection):
+        """Initialise the networks' prototypes from embeddings of random training images and texts, the same on every rank."""
+        if not config.temperature.needs_prototypes:
             return
         ids = random_pairs(self.train.num_pairs, config.temperature.num_prototypes, config.run.seed)
         tensors = tensors_of(self.source.read(*self.source.locate(ids), 0), device)
@@ -122,10 +122,16 @@ class ClipTask(BaseTask[ClipConfig]):
         return self.module.loss.state
 
     def parameter_groups(self) -> list[ParameterGroup]:
-        """Return two groups: towers, projections and the learned scalar temperature, if any; and the TempNets."""
+        """Return two groups: towers, projections and the learned scalars, if any; and the TempNets.
+
+        Networks that predict normalisers have to follow the towers, so that they learn at the towers' rate; beside frozen
+        towers they belong to the TempNets.
+        """
         loss = self.module.loss
-        base = [self.module.encoder, loss.learned]
-        return base_and_tempnet_groups(base, [loss.image_tempnet, loss.text_tempnet], self.config.optimizer)
+        base: list[nn.Module | None] = [self.module.encoder, loss.learned]
+        tempnets: list[nn.Module | None] = [loss.image_tempnet, loss.text_tempnet]
+        (tempnets if self.config.model.freeze else base).extend([loss.image_normaliser, loss.text_normaliser])
+        return base_and_tempnet_groups(base, tempnets, self.config.optimizer)
 
     def train_step(
         self, engine: DeepSpeedEngine, batch: Batch, *, step: int, num_units: int, with_statistics: bool

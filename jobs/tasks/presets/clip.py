@@ -65,12 +65,19 @@ def clip_cc3m_tempnet() -> ClipConfig:
 
 
 def _cc3m(doc: str, loss: str, paper: str, **data: Any) -> Preset:
-    changes = {f"data.{name}": value for name, value in data.items()}
+    changes = {f"data.{name}": value for name, value in data.items()} | _CHANGES.get(loss, {})
     table = "runs/temperatures-cc3m" if loss == "sogclr_given" else ""
     changes |= {"temperature.loss": loss, "temperature.table": table, "tracking.paper": paper}
     return variant(clip_cc3m_tempnet, doc, changes)
 
 
+_CHANGES: dict[str, dict[str, Any]] = {
+    "fastclip_v2": {"temperature.rho": 7.0},
+    "fastclip_v3": {"temperature.rho": 6.5},
+    "neuclip": {"temperature.rho": 6.5, "temperature.gamma_min": 0.0},
+    "tempnet_neuclip": {"temperature.gamma_min": 0.0},
+}
+"""Name of a loss → fields that differ (ρ of FastCLIP on CC3M: its code)."""
 _LOSSES = {
     "clip": ("TempNet, Table 3", "CLIP: one learned temperature, softmax over the batch (Table 3)."),
     "cyclip": ("TempNet, Table 3", "CyCLIP: CLIP with the two cyclic terms (Table 3)."),
@@ -87,6 +94,22 @@ _LOSSES = {
     "tempnet_in_batch": (
         "TempNet, Table 18",
         "Ablation: TempNet's temperatures in a softmax over the batch (Table 18).",
+    ),
+    "fastclip_v0": (
+        "arXiv 2407.01445",
+        "FastCLIP v0: log of the global normaliser, one learned temperature, falling γ.",
+    ),
+    "fastclip_v1": ("arXiv 2407.01445", "FastCLIP v1: SogCLR with falling γ."),
+    "fastclip_v2": ("arXiv 2407.01445", "FastCLIP v2: iSogCLR with falling γ."),
+    "fastclip_v3": ("arXiv 2407.01445", "FastCLIP v3: the robust global loss, one learned temperature, falling γ."),
+    "siglip": ("arXiv 2303.15343", "SigLIP: a sigmoid for every pair, one learned temperature and bias."),
+    "neuclip": (
+        "arXiv 2511.08417",
+        "NeuCLIP: FastCLIP v3 with normalisers predicted by networks instead of stored per sample.",
+    ),
+    "tempnet_neuclip": (
+        "arXiv 2404.04575 and 2511.08417",
+        "TempNet with normalisers predicted by networks beside it: nothing is stored per sample.",
     ),
 }
 """Name of a loss → its table in a paper, and its line of `--help`."""
@@ -158,9 +181,11 @@ def small(config: ClipConfig) -> ClipConfig:
         "validation.every": 200,
     }
     changes |= {"model.path": SMALL_EXPORT} if is_frozen else _SMALL_TOWERS
-    if config.temperature.loss == "isogclr":
+    if config.temperature.loss in ("isogclr", "fastclip_v2"):
         changes |= {"temperature.tau": 0.02, "temperature.tau_step": 5e-4}
-    if config.temperature.loss == "tempnet" and not is_frozen:
+    if config.temperature.loss in ("fastclip_v3", "neuclip"):  # τ is one number, which a larger ρ sends to its floor.
+        changes |= {"temperature.rho": 3.0}
+    if config.temperature.loss in ("tempnet", "tempnet_neuclip") and not is_frozen:
         # In joint training the mean τ falls as long as ρ is above the KL that the base model has reached, and it falls
         # faster than the temperatures learn to differ. So ρ is adjusted to that KL, which keeps the mean τ at
         # target_tau. The TempNets have a high learning rate, but start only after the base model has learned something.

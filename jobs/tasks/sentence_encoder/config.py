@@ -63,7 +63,8 @@ class DocumentTemperatureSection(ContrastiveSection):
 
     loss: str = "clip_fixed"
     """Name of the loss: clip_fixed (NT-Xent at the fixed temperature tau), clip (one learned temperature), tempnet,
-    tempnet_in_batch, temperature_free, sogclr, or isogclr (one temperature for every document)."""
+    tempnet_in_batch, temperature_free, sogclr, isogclr (one temperature for every document), fastclip_v0, fastclip_v1,
+    fastclip_v2, fastclip_v3, siglip, neuclip or tempnet_neuclip."""
     tau: float | None = 0.05
     """The fixed temperature, or the initial value of a learned one. None: 0.01 for losses normalised over all data,
     0.07 for losses normalised over the batch."""

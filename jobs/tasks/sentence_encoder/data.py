@@ -21,6 +21,7 @@ from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import DocumentConfig
 from pipelines.text.tokenization import SpecialTokens, load_tokenizer
+from tempnet.contrastive.normalisers import NormaliserNet
 from tempnet.contrastive.state import SampleState, World
 from tempnet.contrastive.unimodal import UnimodalLoss
 from tempnet.models.sentence_encoder import TemperatureSentenceEncoder, num_positions
@@ -125,11 +126,15 @@ def build_encoder(config: SentenceConfig, tokenizer: PreTrainedTokenizerFast) ->
     return model
 
 
-def build_tempnet(config: SentenceConfig, width: int) -> TempNet | None:
-    """Return a new TempNet that reads embeddings of the given width, or None if the loss uses no TempNet."""
-    if not (config.is_contrastive and config.temperature.needs_tempnets):
-        return None
-    return TempNet(config.temperature.network_config(width))
+def build_networks(config: SentenceConfig, width: int) -> dict[str, Any]:
+    """Return the loss's new networks, which read embeddings of the given width, by the names that `UnimodalLoss` has."""
+    temperature = config.temperature
+    networks: dict[str, Any] = {}
+    if config.is_contrastive and temperature.needs_tempnets:
+        networks["tempnet"] = TempNet(temperature.network_config(width))
+    if config.is_contrastive:
+        networks["normaliser"] = NormaliserNet.for_loss(temperature.loss_config, width, temperature.num_prototypes)
+    return networks
 
 
 def build_model(
@@ -140,14 +145,14 @@ def build_model(
     The number may be unknown (None) if the loss keeps no state of documents.
     """
     encoder = build_encoder(config, tokenizer)
-    tempnet, world = build_tempnet(config, int(encoder.config.hidden_size)), World.current()
+    networks, world = build_networks(config, int(encoder.config.hidden_size)), World.current()
     loss = None
     if config.is_contrastive:
         settings, state = config.temperature.loss_config, None
         if columns := settings.state_columns:
             assert num_documents is not None  # `make_plan` refuses the other case.
             state = SampleState(num_documents, columns, world=world, device=device)
-        loss = UnimodalLoss(settings, tempnet=tempnet, state=state, world=world)
+        loss = UnimodalLoss(settings, **networks, state=state, world=world)
     module = TemperatureSentenceEncoder(
         encoder,
         loss,

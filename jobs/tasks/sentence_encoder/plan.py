@@ -14,7 +14,7 @@ from jobs.tasks.base import BasePlan, DataReference, count_parameters, create_ta
 from jobs.tasks.sentence_encoder.config import SentenceConfig
 from jobs.tasks.sentence_encoder.data import (
     build_encoder,
-    build_tempnet,
+    build_networks,
     describe_documents,
     num_too_short,
     prepare_documents,
@@ -130,7 +130,7 @@ def make_plan(config: SentenceConfig) -> SentencePlan:
     return SentencePlan(
         config=config,
         num_parameters=count_parameters(encoder),
-        num_tempnet_parameters=count_parameters(build_tempnet(config, int(encoder.config.hidden_size))),
+        num_tempnet_parameters=count_parameters(*build_networks(config, int(encoder.config.hidden_size)).values()),
         tracking_uri=uri,
     )
 

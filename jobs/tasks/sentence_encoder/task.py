@@ -61,13 +61,14 @@ class SentenceTask(BaseTask[SentenceConfig]):
         tokenizer = load_tokenizer(self.config.tokenizer, needs_eos=False)
         self.module = build_model(self.config, tokenizer, num_documents=self.train.num_rows, device=device)
         loss = self.module.loss
-        if is_fresh and loss is not None and loss.tempnet is not None and loss.tempnet.config.projection:
-            self._init_prototypes(loss.tempnet.config.num_prototypes, device)
+        temperature, is_streaming = self.config.temperature, self.config.data.is_streaming
+        if is_fresh and loss is not None and temperature.needs_prototypes and not is_streaming:
+            self._init_prototypes(temperature.num_prototypes, device)
         self.held_out = SpanSet.read(self.validation, self.config, rank=self.rank, world_size=self.world_size)
 
     @torch.no_grad()
     def _init_prototypes(self, count: int, device: torch.device) -> None:
-        """Initialise the TempNet's prototypes from anchors of random training documents, the same on every rank."""
+        """Initialise the networks' prototypes from anchors of random training documents, the same on every rank."""
         rng = np.random.default_rng([self.config.run.seed, self.train.num_rows])
         ids = np.sort(rng.choice(self.train.num_rows, size=count, replace=False))
         self.module.eval()
@@ -81,7 +82,7 @@ class SentenceTask(BaseTask[SentenceConfig]):
     def parameter_groups(self) -> list[ParameterGroup]:
         """Return two groups: the encoder with its head and the learned scalar temperature, if any; and the TempNet."""
         loss = self.module.loss
-        base = [self.module.model, loss and loss.bimodal.learned]
+        base = [self.module.model, loss and loss.bimodal.learned, loss and loss.bimodal.image_normaliser]
         return base_and_tempnet_groups(base, [loss and loss.tempnet], self.config.optimizer)
 
     def train_step(

@@ -7,6 +7,7 @@ like the real one. Below it are the batches, and the pairs of equal losses (ours
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from tempnet import TempNet, TempNetConfig
 from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig
 from tempnet.contrastive.losses import ContrastiveLoss, ContrastiveOutput
+from tempnet.contrastive.normalisers import NormaliserNet
 from tempnet.contrastive.state import SampleState, World
 from tempnet.contrastive.unimodal import UnimodalLoss
 
@@ -26,11 +28,13 @@ NUM_SAMPLES, SIZE = 40, 6
 
 @dataclass
 class Dense:
-    """A loss whose `networks` and `log_tau` are leaves that the caller shares with the loss under test."""
+    """A loss whose networks, `log_tau` and `bias` are leaves of its own, equal to those of the loss under test."""
 
     config: ContrastiveLossConfig
     networks: tuple[TempNet, TempNet] | None = None
     log_tau: Tensor | None = None
+    bias: Tensor | None = None
+    normalisers: tuple[NormaliserNet, NormaliserNet] | None = None
     table: Tensor | None = None
     state: list[dict[int, dict[str, Tensor]]] = field(default_factory=lambda: [{}, {}])
     outputs: list[Tensor] = field(default_factory=lambda: [torch.zeros(0), torch.zeros(0)])
@@ -61,11 +65,16 @@ class Dense:
         outputs[0] = tau.detach()
         if name in ("clip", "clip_fixed", "cyclip", "tempnet_in_batch"):
             return self.cross_entropy(similarity, tau, is_negative)
+        if self.bias is not None:  # siglip
+            logits, eye = similarity / tau[:, None] + self.bias, torch.eye(size, dtype=torch.bool)
+            return -F.logsigmoid(torch.where(eye, logits, -logits))[eye | is_negative].sum() / size
 
         # Row by row, over the negatives only.
         h = similarity - similarity.diag()[:, None]
+        if self.normalisers is not None:
+            return self.predicted(modality, h, tau, anchors, similarity.diag(), ids, is_negative, gamma)
         log_u = self.estimates(modality, h, tau, ids, is_negative, gamma)
-        rho = self.config.rho if name in ("isogclr", "tempnet") else 0.0
+        rho = self.config.rho if name in ("isogclr", "tempnet", "fastclip_v2", "fastclip_v3") else 0.0
         total, duals = similarity.sum() * 0, dict[int, list[Tensor]]()
         for i in range(size):
             if not is_negative[i].any():
@@ -73,6 +82,11 @@ class Dense:
             estimate = log_u[int(ids[i])]
             scaled = (h[i] / tau[i].detach())[is_negative[i]]
             weights = (scaled - estimate).exp().detach() / len(scaled)
+            if name == "fastclip_v0":  # log u, whose gradients flow through h/τ
+                graph = (weights * (h[i] / tau[i])[is_negative[i]]).sum()
+                total = total + (estimate - graph).detach() + graph
+                outputs[1, i] = estimate
+                continue
             dual = (estimate + rho - (weights * scaled).sum()).detach()
             # The value is τ·(log u + ρ); the gradient flows through h under the weights, and through τ times G.
             graph = (weights * h[i][is_negative[i]]).sum() + (tau[i] * dual if tau[i].requires_grad else 0.0)
@@ -81,6 +95,36 @@ class Dense:
             outputs[1:, i] = torch.stack([estimate, dual])
         self.update(modality, log_u, duals)
         return total / size
+
+    def predicted(
+        self,
+        modality: int,
+        h: Tensor,
+        tau: Tensor,
+        anchors: Tensor,
+        positives: Tensor,
+        ids: Tensor,
+        is_negative: Tensor,
+        gamma: float,
+    ) -> Tensor:
+        """Return the mean of τ·(g/u + log u − 1 + ρ), where u mixes g into the prediction exp α, with its own gradient."""
+        assert self.normalisers is not None
+        network, total = self.normalisers[modality], h.sum() * 0
+        scaled_g = [(h[i] / tau[i])[is_negative[i]] for i in range(len(ids))]
+        own_log_g = [(s.logsumexp(0) - math.log(len(s))).detach() if len(s) else None for s in scaled_g]
+        for i, scaled in enumerate(scaled_g):
+            if not len(scaled):
+                continue
+            scores = network.prototypes @ anchors[i].detach() / tau[i].detach()
+            alpha = scores.exp().mean().log() + network.bias.squeeze() - (positives[i] / tau[i]).detach()
+            same = [g.exp() for j, g in enumerate(own_log_g) if g is not None and ids[j] == ids[i]]
+            u = ((1 - gamma) * alpha.exp() + gamma * torch.stack(same).mean()).detach()
+            value = tau[i] * ((scaled.exp().mean()) / u + u.log() - 1 + self.config.rho)
+            slope = -tau[i].detach() * min(5.0, float((own_log_g[i].exp() / alpha.exp()).detach()) - 1)  # type: ignore[union-attr]
+            total = total + value + slope * (alpha - alpha.detach())
+            (weighted,) = torch.autograd.grad(value, tau, retain_graph=True)
+            self.outputs[modality][1:, i] = torch.stack([u.log(), weighted[i]]).detach()
+        return total / len(ids)
 
     def estimates(
         self, modality: int, h: Tensor, tau: Tensor, ids: Tensor, is_negative: Tensor, gamma: float
@@ -103,7 +147,7 @@ class Dense:
         for key, estimate in log_u.items():
             entry = self.state[modality][key]
             entry["log_u"] = estimate.float()
-            if self.config.name == "isogclr":
+            if self.config.name in ("isogclr", "fastclip_v2"):
                 gradient = torch.stack(duals[key]).mean().clamp(-5, 5)
                 beta, config = self.config.tau_momentum, self.config
                 momentum = (1 - beta) * entry.get("momentum", torch.tensor(0.0)).double() + beta * gradient
@@ -118,7 +162,7 @@ class Dense:
             return self.log_tau.exp().expand(len(ids))
         if self.table is not None:
             return self.table[modality, ids].to(anchors.dtype)
-        if self.config.name == "isogclr":
+        if self.config.name in ("isogclr", "fastclip_v2"):
             initial = torch.tensor(self.config.tau)
             values = [self.state[modality].get(int(i), {}).get("tau", initial) for i in ids]
             return torch.stack(values).to(anchors.dtype)
@@ -133,9 +177,9 @@ class Dense:
     @property
     def parameters(self) -> list[Tensor]:
         """Parameters in the order of the loss's own."""
-        if self.networks is not None:
-            return [parameter for network in self.networks for parameter in network.parameters()]
-        return [] if self.log_tau is None else [self.log_tau]
+        networks = [*(self.networks or ()), *(self.normalisers or ())]
+        scalars = [leaf for leaf in (self.log_tau, self.bias) if leaf is not None]
+        return [*(parameter for network in networks for parameter in network.parameters()), *scalars]
 
 
 @dataclass
@@ -171,7 +215,7 @@ def make_batch(num_pairs: int, *, seed: int = 0, repeats: bool = True) -> Batch:
 
 
 def make_config(name: str, **changes: Any) -> ContrastiveLossConfig:
-    defaults = {"rho": 1.2, "tau_max": 0.4, "tau": 0.08, "tau_momentum": 0.3, "cyclic_cross_modal": 0.4}
+    defaults = {"rho": 1.2, "tau_max": 0.4, "tau": 0.08, "tau_momentum": 0.3, "cyclic_cross_modal": 0.4, "bias": -1.5}
     return ContrastiveLossConfig.for_name(name, **{**defaults, **changes})
 
 
@@ -185,6 +229,8 @@ def make_loss(
         sizes = {"hidden_size": 7, "num_prototypes": 5, "tau_min": 0.01, "tau_max": 0.3, "phi_init": 0.1, **network}
         tempnet = TempNetConfig.for_embeddings(SIZE, rho=config.rho, **sizes)
         networks = {key: TempNet(tempnet) for key in ("image_tempnet", "text_tempnet")}
+    for key in ("image_normaliser", "text_normaliser"):
+        networks[key] = NormaliserNet.for_loss(config, SIZE, 5)
     state = SampleState(NUM_SAMPLES, config.state_columns, world=world) if config.state_columns else None
     if config.kind.temperature == "given":
         assert state is not None
@@ -195,7 +241,8 @@ def make_loss(
 def make_unimodal_loss(config: ContrastiveLossConfig, *, world: World | None = None) -> UnimodalLoss:
     """Create a loss on one space in float64; its network is the first one of the bimodal loss."""
     bimodal = make_loss(config, world=world)
-    return UnimodalLoss(config, tempnet=bimodal.image_tempnet, state=bimodal.state, world=world).double()
+    networks = {"tempnet": bimodal.image_tempnet, "normaliser": bimodal.image_normaliser}
+    return UnimodalLoss(config, **networks, state=bimodal.state, world=world).double()
 
 
 def make_table() -> Tensor:
@@ -209,9 +256,15 @@ def make_dense(loss: ContrastiveLoss) -> Dense:
         networks = TempNet(loss.image_tempnet.config), TempNet(loss.text_tempnet.config)
         for copy, network in zip(networks, (loss.image_tempnet, loss.text_tempnet), strict=True):
             copy.double().load_state_dict(network.state_dict())
-    log_tau = None if loss.learned is None else loss.learned.log_tau.detach().double().clone().requires_grad_()
+    log_tau, bias = (
+        None if leaf is None else leaf.detach().double().clone().requires_grad_()
+        for leaf in (loss.learned and loss.learned.log_tau, loss.learned and loss.learned.bias)
+    )
+    normalisers = None
+    if loss.image_normaliser is not None and loss.text_normaliser is not None:
+        normalisers = deepcopy(loss.image_normaliser).double(), deepcopy(loss.text_normaliser).double()
     table = make_table() if loss.config.kind.temperature == "given" else None
-    return Dense(loss.config, networks, log_tau, table)
+    return Dense(loss.config, networks, log_tau, bias, normalisers, table)
 
 
 def run(loss: ContrastiveLoss | UnimodalLoss, batch: Batch, gamma: float = 0.7) -> ContrastiveOutput:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pytorch_metric_learning.losses import NTXentLoss
+from transformers import SiglipConfig, SiglipModel
 
 from tempnet.contrastive.config import ContrastiveLossConfig, check_negatives, gamma_at
 from tempnet.contrastive.losses import ContrastiveLoss, contrastive_losses
@@ -31,6 +32,9 @@ from tests.tempnet.contrastive.dense import (
     run,
 )
 from tests.tempnet.formula import relative_error
+
+ROBUST = ("isogclr", "tempnet", "fastclip_v2", "fastclip_v3", "neuclip", "tempnet_neuclip")
+GLOBAL = (*ROBUST, "sogclr", "sogclr_given", "fastclip_v0", "fastclip_v1")
 
 
 def errors(
@@ -68,7 +72,7 @@ def errors(
         }
         for (key, parameter), copy in zip(loss.named_parameters(), dense.parameters, strict=True):
             pairs[key] = parameter.grad, copy.grad
-        has = {"tau": True, "log_u": loss.state is not None, "dual_gradient": name in ("isogclr", "tempnet")}
+        has = {"tau": True, "log_u": name in GLOBAL, "dual_gradient": name in ROBUST}
         for place, key in enumerate(has if dtype == torch.float64 else ()):
             value, wanted = output[key], torch.stack([outputs[place] for outputs in dense.outputs])  # type: ignore[literal-required]
             assert (value is not None) == has[key]
@@ -123,7 +127,7 @@ def test_float32_and_bfloat16_inputs(name: str) -> None:
     found = errors(name, batches, dtype=torch.float32, tile_size=8)
     assert found["loss"] < 1e-6, found
     # Gradients of single parameters are sums over anchors, some of which all but cancel.
-    assert all(value < (1e-4 if "tempnet" in key else 1e-5) for key, value in found.items()), found
+    assert all(value < (5e-4 if "_tempnet" in key else 1e-5) for key, value in found.items()), found
     found = errors(name, batches, dtype=torch.bfloat16, tile_size=8)
     # The similarities of bfloat16 rows are exact; only the gradients are rounded to the inputs' type.
     assert found["loss"] < 1e-6, found
@@ -135,7 +139,7 @@ def test_without_stop_gradient_the_embeddings_feel_tau() -> None:
     assert max(found.values()) < 1e-9, found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "siglip"])  # its positives count by themselves
 def test_a_batch_without_negatives_counts_for_nothing(name: str) -> None:
     batch = make_batch(4)
     batch.ids, batch.image_ids = torch.tensor([6, 6, 7, 6]), torch.tensor([3, 3, 3, 3])
@@ -253,6 +257,7 @@ def test_several_losses_of_a_batch_are_those_that_they_would_be_alone(cases: Any
         ({"gamma_min": 1.5}, "gamma_min = 1.5"),
         ({"gamma_schedule": "linear"}, "gamma_schedule = 'linear'"),
         ({"tile_size": 0}, "tile_size = 0"),
+        ({"name": "neuclip", "gamma": -0.1}, r"gamma = -0.1 must lie in \[0, 1\]"),
     ],
 )
 def test_impossible_configurations_are_refused(fields: dict[str, Any], words: str) -> None:
@@ -284,6 +289,8 @@ def test_ids_and_parts_that_do_not_belong_are_refused() -> None:
         run(make_loss(make_config("sogclr")), batch)
     with pytest.raises(ValueError, match="two TempNets"):
         ContrastiveLoss(make_config("tempnet_in_batch"))
+    with pytest.raises(ValueError, match="neuclip takes two NormaliserNets"):
+        ContrastiveLoss(make_config("neuclip"))
     with pytest.raises(ValueError, match="sogclr keeps log_u per sample"):
         ContrastiveLoss(make_config("sogclr"))
     with pytest.raises(ValueError, match="clip keeps nothing per sample"):
@@ -297,6 +304,9 @@ def test_gamma_falls_over_the_first_half() -> None:
     assert all(value == pytest.approx(0.2) for value in values[50:])
     assert values == sorted(values, reverse=True)
     assert gamma_at(make_config("sogclr", gamma=0.9), 7, 10) == 0.9
+    for name in ("fastclip_v0", "fastclip_v1", "fastclip_v2", "fastclip_v3", "neuclip"):
+        assert gamma_at(make_config(name), 25, 100) == pytest.approx(0.6)
+        assert gamma_at(make_config(name, gamma_schedule="constant"), 25, 100) == 0.8
 
 
 @pytest.mark.parametrize("tile_size", [5, 64])
@@ -309,7 +319,9 @@ def test_losses_on_one_space(name: str, tile_size: int) -> None:
         torch.tensor([3, 3, 7, 8, 8, 1, 0, 2, 5]),
     )  # two spans of some documents
     vectors, mates = torch.cat([batch.image, batch.text]), torch.cat([batch.text, batch.image])
-    copies = list(dense.networks[0].parameters()) if dense.networks else dense.parameters
+    networks = [pair[0] for pair in (dense.networks, dense.normalisers) if pair]
+    scalars = [leaf for leaf in (dense.log_tau, dense.bias) if leaf is not None]
+    copies = [*(parameter for network in networks for parameter in network.parameters()), *scalars]
     for _ in range(2):
         output = loss(batch.image, batch.text, documents, gamma=0.7)
         pairs = torch.arange(9).repeat(2)
@@ -332,6 +344,70 @@ def test_the_public_library_agrees_on_nt_xent() -> None:
     torch.testing.assert_close(found["loss"], expected, rtol=1e-6, atol=1e-6)
     gradients = [torch.autograd.grad(loss, raw)[0] for loss in (found["loss"], expected)]
     torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
+
+
+def test_the_public_library_agrees_on_the_sigmoid_loss() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 12, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    texts, images = {**sizes, "vocab_size": 20, "projection_size": 12}, {**sizes, "image_size": 8, "patch_size": 4}
+    model = SiglipModel(SiglipConfig(text_config=texts, vision_config=images)).double()
+    with torch.no_grad():
+        model.logit_scale.fill_(math.log(9.0))
+        model.logit_bias.fill_(-3.0)
+    pixels = torch.randn(7, 3, 8, 8, dtype=torch.float64)
+    theirs = model(torch.randint(20, (7, 5)), pixels, return_loss=True)
+    image, text = theirs.image_embeds, theirs.text_embeds
+    loss = make_loss(make_config("siglip", tau=1 / 9, bias=-3.0, tile_size=4))
+    ours = loss(image, text, torch.arange(7), torch.arange(7), gamma=1.0)["loss"]
+    torch.testing.assert_close(ours, theirs.loss)
+    found = torch.autograd.grad(ours, (image, text, *loss.parameters()), retain_graph=True)
+    expected = torch.autograd.grad(theirs.loss, (image, text, model.logit_scale, model.logit_bias))
+    for value, wanted, sign in zip(found, expected, (1, 1, -1, 1), strict=True):  # Their scale is exp(−log τ).
+        torch.testing.assert_close(value.squeeze(), sign * wanted.squeeze())
+
+
+@pytest.mark.parametrize(
+    "name", ["fastclip_v0", "fastclip_v1", "fastclip_v2", "fastclip_v3", "neuclip", "tempnet_neuclip"]
+)
+def test_the_objectives_are_those_of_the_papers(name: str) -> None:
+    """Plain autograd of ½ (mean over images + mean over texts) of the published loss of an anchor, at u = g (or exp α).
+
+    v0 log g, v1 τ·log g, v2 and v3 τ·(log g + ρ) (arXiv 2407.01445); NeuCLIP τ·(exp(−α)·g + α − 1 + ρ) (arXiv 2511.08417).
+    """
+    config = make_config(name, tau=0.5, tau_max=1.0, tile_size=4)
+    loss, batch = make_loss(config, tau_min=0.3, tau_max=0.8), make_batch(9, repeats=False)
+    tau, normalisers = (
+        torch.full((2, 9), config.tau, dtype=torch.float64),
+        (loss.image_normaliser, loss.text_normaliser),
+    )
+    if loss.learned is not None:
+        tau = loss.learned().expand(2, 9)
+    if loss.image_tempnet is not None and loss.text_tempnet is not None:
+        tau = torch.stack([loss.image_tempnet(batch.image), loss.text_tempnet(batch.text)])
+    expected = torch.zeros((), dtype=torch.float64)
+    for side, rows in enumerate((batch.image, batch.text)):
+        similarity = batch.image @ batch.text.T if side == 0 else batch.text @ batch.image.T
+        h = similarity - similarity.diag()[:, None]
+        g = ((h / tau[side][:, None]).exp().sum(1) - 1) / 8
+        if (network := normalisers[side]) is not None:
+            own = tau[side].detach()
+            scores = (rows.detach() @ network.prototypes.T / own[:, None]).exp().mean(1)
+            alpha = scores.log() + network.bias - similarity.diag().detach() / own
+            assert (g / alpha.exp()).max() < 6  # where the slope in α would be clipped
+            losses = tau[side] * ((-alpha).exp() * g + alpha - 1 + config.rho)
+        elif name == "fastclip_v0":
+            losses = g.log()
+        else:
+            losses = tau[side] * (g.log() + (0.0 if name == "fastclip_v1" else config.rho))
+        expected = expected + losses.mean() / 2
+    ids = batch.ids
+    output = loss(batch.image, batch.text, ids, ids, gamma=0.0 if normalisers[0] else 1.0)
+    torch.testing.assert_close(output["loss"], expected)
+    leaves = [batch.image, batch.text, *loss.parameters()]
+    for value, wanted in zip(
+        torch.autograd.grad(output["loss"], leaves), torch.autograd.grad(expected, leaves), strict=True
+    ):
+        torch.testing.assert_close(value, wanted, rtol=1e-8, atol=1e-11)
 
 
 def test_cyclic_terms_are_refused() -> None:

@@ -317,6 +317,10 @@ def test_prototypes_are_transformed_samples_of_their_own_modality() -> None:
         linear = network.first_layer
         expected = torch.sigmoid(F.linear(own, linear.weight, linear.bias)).T
         torch.testing.assert_close(network.projection.detach(), expected)
+    both = make_module("tempnet_neuclip")
+    both.init_prototypes(images, texts)
+    for network, contrasts in ((both.loss.image_normaliser, texts[:4]), (both.loss.text_normaliser, images)):
+        torch.testing.assert_close(network.prototypes.detach(), contrasts)
     with pytest.raises(ValueError, match=r"TempNet has 4 prototypes, .* there are only 3"):
         module.init_prototypes(images, texts[:3])
     with pytest.raises(ValueError, match="'clip' has no TempNets"):

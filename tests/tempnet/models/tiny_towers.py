@@ -12,6 +12,7 @@ from transformers import CLIPConfig, CLIPModel, PreTrainedModel, PreTrainedToken
 from tempnet import TempNet, TempNetConfig
 from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig
 from tempnet.contrastive.losses import ContrastiveLoss
+from tempnet.contrastive.normalisers import NormaliserNet
 from tempnet.contrastive.state import SampleState, World
 from tempnet.models.dual_encoder import DualEncoder, DualEncoderConfig, TemperatureDualEncoder
 from tempnet.models.towers import random_tower
@@ -80,14 +81,16 @@ def make_module(
     """Create a dual encoder with its loss, whose TempNets, if it has some, have random prototypes."""
     encoder = tiny_encoder()
     config = ContrastiveLossConfig.for_name(name, rho=1.2)
-    tempnets = {}
+    tempnets: dict[str, nn.Module | None] = {
+        f"{modality}_normaliser": NormaliserNet.for_loss(config, 6, 4) for modality in ("image", "text")
+    }
     if LOSS_KINDS[name].temperature == "tempnet":
         settings = TempNetConfig.for_embeddings(6, rho=1.2, hidden_size=5, num_prototypes=4)
-        tempnets = {f"{modality}_tempnet": TempNet(settings) for modality in ("image", "text")}
+        tempnets |= {f"{modality}_tempnet": TempNet(settings) for modality in ("image", "text")}
     state = SampleState(20, config.state_columns, world=world) if config.state_columns else None
     loss = ContrastiveLoss(config, **tempnets, state=state, world=world)
     module = TemperatureDualEncoder(encoder, loss, freeze_encoder=freeze_encoder)
-    if tempnets:
+    if any(network is not None for network in tempnets.values()):
         module.init_prototypes(*nn.functional.normalize(torch.randn(2, 4, 6), dim=-1))
     return module.to(dtype)
 
