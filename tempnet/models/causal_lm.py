@@ -32,6 +32,10 @@ NUM_PROFILED_LOGITS = 1 << 24
 """Number of logits from which profiles are computed at a time (float32: 64 MiB per copy, of which there are five)."""
 
 
+NUM_LIKELIEST = 3
+"""Number of the likeliest tokens of a prediction that are shown to a person."""
+
+
 class CausalLMOutput(TypedDict):
     """Result of the forward pass; a plain dict, because DeepSpeed's ZeRO-3 hooks search dicts for tensors."""
 
@@ -47,9 +51,9 @@ class CausalLMOutput(TypedDict):
     """Entropies of the predictions at τ = 1 in nats: (B, T); None if statistics were not requested."""
     cross_entropy_tau: Tensor | None
     """Cross-entropies at τ in nats, 0 where the target is ignored: (B, T); None if statistics were not requested."""
-    profiles: tuple[Tensor, Tensor] | None
-    """Profiles of the N valid tokens (`tempnet.headroom.profile.Profiles`), values (N, J, 3) and targets (N,); None if no
-    nodes were requested."""
+    profiles: tuple[Tensor, Tensor, Tensor, Tensor] | None
+    """Profiles of the N valid tokens (`tempnet.headroom.profile.Profiles`), values (N, J, 3) and targets (N,), and their
+    three largest L − max L with the ids of these tokens, (N, 3) each; None if no nodes were requested."""
 
 
 def empty_output(loss: Tensor, tau: Tensor, slopes: Tensor) -> CausalLMOutput:
@@ -248,15 +252,18 @@ class TemperatureCausalLM(nn.Module):
         return statistics.sums
 
     @torch.no_grad()
-    def profiles(self, contexts: Tensor, targets: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
-        """Return the profiles of the valid tokens, values (n, J, 3) and targets (n,), some of their logits at a time."""
+    def profiles(self, contexts: Tensor, targets: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return `CausalLMOutput.profiles` of N tokens, from some of their logits at a time."""
         is_valid = targets != IGNORE_INDEX
         size = max(1, NUM_PROFILED_LOGITS // self.vocab_size)
-        parts = [
-            Profiles.of_logits(self.context_logits(some), wanted, num_nodes=num_nodes)
-            for some, wanted in zip(contexts[is_valid].split(size), targets[is_valid].split(size), strict=True)
-        ]
-        return torch.cat([part.values for part in parts]), torch.cat([part.target for part in parts])
+        parts = []
+        for some, wanted in zip(contexts[is_valid].split(size), targets[is_valid].split(size), strict=True):
+            logits = self.context_logits(some)
+            top, ids = logits.topk(min(NUM_LIKELIEST, self.vocab_size))
+            profiles = Profiles.of_logits(logits, wanted, num_nodes=num_nodes)
+            parts.append((profiles.values, profiles.target, top - top[:, :1], ids))
+        values, target, top, ids = map(torch.cat, zip(*parts, strict=True))
+        return values, target, top, ids
 
     def contexts(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Return a representation of every context, from which :meth:`context_logits` computes its logits.

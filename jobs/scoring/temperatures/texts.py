@@ -43,17 +43,18 @@ from jobs.scoring.text_parts import (
 )
 from jobs.scoring.units import Finished, settings_digest, to_parquet
 from jobs.tasks.base import naming_field
-from jobs.tasks.language_model.report import ColouredText, coloured_page, describe_prediction
+from jobs.tasks.language_model.report import ColouredText, coloured_page, describe_predictions
 from pipelines.archives import Archive
 from pipelines.local_copy import local_copy
 from pipelines.storage import exists, resolve, write_bytes, write_json
 from pipelines.text.reading import Document, readable_documents
-from pipelines.text.tokenization import added_text, load_tokenizer, token_pieces
+from pipelines.text.tokenization import load_tokenizer, token_pieces
 from pipelines.text.windows import ReadingWindow
 from tempnet.base_model import read_config
 from tempnet.devices import DeviceMap, input_device, move_base
 from tempnet.inference import CachedFold, can_fold, record_hidden_states
 from tempnet.loading import load_causal_lm, load_tempnet
+from tempnet.models.causal_lm import NUM_LIKELIEST
 from tempnet.models.output_head import find_output_head
 from tempnet.network import TempNet
 from tempnet.statistics import histogram_quantile, spearman
@@ -64,7 +65,6 @@ _NUM_LOGITS_AT_ONCE = 1 << 24
 QUANTILES = {f"tau_q{round(100 * share):02d}": share for share in (0.05, 0.25, 0.5, 0.75, 0.95)}
 """Column of a quantile → its share."""
 NUM_BINS = 10_000
-_NUM_LIKELIEST = 3
 _TOTALS_KEY = b"totals"
 _UNIT = "temperature, dimensionless"
 
@@ -223,7 +223,7 @@ class Predictor(TokenReader):
         rows = [tau, -(log_probs.exp() * log_probs).sum(-1)]
         if self._at_tau:
             log_probs = torch.log_softmax(logits / tau.unsqueeze(-1), dim=-1)
-            top = log_probs.exp().topk(_NUM_LIKELIEST)
+            top = log_probs.exp().topk(NUM_LIKELIEST)
             rows += [-(log_probs.exp() * log_probs).sum(-1), *top.values.T, *top.indices.float().T]
         return torch.stack(rows)
 
@@ -413,14 +413,10 @@ def first_documents(
     predictions = predictor.predict([ids for _, ids in documents])
     sections: dict[str, ColouredText] = {}
     for (key, array), prediction in zip(documents, predictions, strict=True):
-        ids, notes = array.tolist(), []
         assert prediction.entropy is not None
-        for place, (entropy, *top) in enumerate(np.transpose(prediction.at_tau).tolist()):
-            names = [
-                added_text(tokenizer, ids[:place], int(token)) or str(tokenizer.decode([int(token)]))
-                for token in top[_NUM_LIKELIEST:]
-            ]
-            notes.append(describe_prediction(entropy, [*zip(names, top[:_NUM_LIKELIEST], strict=True)]))
+        ids, (entropy, *top) = array.tolist(), prediction.at_tau
+        shares, likeliest = (np.transpose(part).tolist() for part in (top[:NUM_LIKELIEST], top[NUM_LIKELIEST:]))
+        notes = describe_predictions(tokenizer, ids, entropy, likeliest, shares)
         sections[key] = (token_pieces(tokenizer, ids), prediction.tau.tolist(), prediction.entropy.tolist(), notes)
     return sections
 

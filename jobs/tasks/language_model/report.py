@@ -18,11 +18,11 @@ from transformers import PreTrainedTokenizerFast
 from jobs.engine.curves import draw_curves, draw_histogram, html_page, pyplot
 from jobs.engine.description import results
 from jobs.engine.tracking import TrackedRun
-from pipelines.text.tokenization import token_pieces
+from pipelines.text.tokenization import added_text, token_pieces
 from tempnet.softmax.config import LOSS_KINDS
 
 # A text as the pieces of its tokens (`token_pieces`), the τ with which each token was predicted, the entropy of that
-# prediction at τ = 1, in nats, and what else is known of it (`describe_prediction`).
+# prediction at τ = 1, in nats, and what else is known of it (`describe_predictions`).
 ColouredText = tuple[Sequence[str], Sequence[float], Sequence[float], Sequence[str]]
 
 _OF_ROBUST_LOSS = (
@@ -75,7 +75,8 @@ def write_report(
     """Write `tokens.html`, `histogram.png` and, if the run is logged to MLflow, `curves.png`."""
     passage = outcome["passage"]
     tokens = token_pieces(tokenizer, passage["token"])
-    notes = [describe_prediction(entropy) for entropy in passage["entropy_tau"]]
+    found = (passage[name] for name in ("token", "entropy_tau", "likeliest", "probability"))
+    notes = describe_predictions(tokenizer, *found)
     page = coloured_page(
         title=f"{outcome['run']}: the temperature of every token",
         sections={"A validation passage": (tokens, passage["tau"], passage["entropy"], notes)},
@@ -136,10 +137,24 @@ def coloured_page(
     )
 
 
-def describe_prediction(entropy: float, likeliest: Sequence[tuple[str, float]] = ()) -> str:
-    """Return what a tooltip says of a prediction at τ: its entropy in nats, and its likeliest tokens with probabilities."""
-    shown = ", ".join(f"{json.dumps(token, ensure_ascii=False)} {share:.1%}" for token, share in likeliest)
-    return f", {entropy:.2f} at τ" + (f" · likeliest at τ: {shown}" if shown else "")
+def describe_predictions(
+    tokenizer: PreTrainedTokenizerFast,
+    ids: Sequence[int],
+    entropies: Sequence[float],
+    likeliest: Sequence[Sequence[int]],
+    probabilities: Sequence[Sequence[float]],
+) -> list[str]:
+    """Return what a tooltip says of each prediction at τ: its entropy in nats, and its likeliest tokens as they would read
+    after `ids` so far, with their probabilities.
+    """
+    notes = []
+    for place, (entropy, tokens, shares) in enumerate(zip(entropies, likeliest, probabilities, strict=True)):
+        texts = [added_text(tokenizer, ids[:place], int(token)) or tokenizer.decode([int(token)]) for token in tokens]
+        shown = (
+            f"{json.dumps(text, ensure_ascii=False)} {share:.1%}" for text, share in zip(texts, shares, strict=True)
+        )
+        notes.append(f", {entropy:.2f} at τ · likeliest at τ: {', '.join(shown)}")
+    return notes
 
 
 def _characters(

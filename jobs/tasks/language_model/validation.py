@@ -104,7 +104,7 @@ class LearnedSums:
         """Add the tokens of the micro-batch that starts at block `at`."""
         is_valid = targets != IGNORE_INDEX
         documents = torch.from_numpy(self._numbers[at : at + len(targets)])[is_valid.cpu()]
-        values, target = output["profiles"]
+        values, target, *_ = output["profiles"]
         self.of_constants.add_profiles(Profiles(values.cpu(), target.cpu()), documents)
         tau, loss = (output[name][is_valid].double().cpu() for name in ("tau", "cross_entropy_tau"))
         self.learned.index_add_(1, documents, torch.stack([loss, tau * loss, tau]))
@@ -271,10 +271,19 @@ def rivals(sums: LearnedSums, tau: Tensor, config: TemperatureLossConfig, vocab_
 
 
 def _passage(targets: Tensor, output: Any) -> dict[str, list[Any]]:
-    """Return the first predicted tokens, each with the τ of its prediction and its entropies at τ = 1 and at τ, in nats."""
-    is_valid, (profiles, target) = targets != IGNORE_INDEX, output["profiles"]
+    """Return the first predicted tokens, each with the τ of its prediction, its entropies at τ = 1 and at τ, in nats, and the
+    ids and probabilities at τ of the likeliest three tokens.
+    """
+    is_valid = targets != IGNORE_INDEX
     tau, entropy = (output[name][is_valid][:_NUM_PASSAGE_TOKENS] for name in ("tau", "entropy"))
-    first = Profiles(profiles[: len(tau)], target[: len(tau)])
-    partition, mean, _ = first.partition(-tau.log())  # H = log Z − E[s], see `tempnet.headroom.profile`
-    columns = {"token": targets[is_valid][: len(tau)], "tau": tau, "entropy": entropy, "entropy_tau": partition - mean}
-    return {name: values.tolist() for name, values in columns.items()}
+    values, target, top, ids = (part[: len(tau)] for part in output["profiles"])
+    partition, mean, _ = Profiles(values, target).partition(-tau.log())  # see `tempnet.headroom.profile`
+    columns = {
+        "token": targets[is_valid][: len(tau)],
+        "tau": tau,
+        "entropy": entropy,
+        "entropy_tau": partition - mean,  # H = log Z − E[s]
+        "likeliest": ids,
+        "probability": (top / tau[:, None] - partition[:, None]).exp(),
+    }
+    return {name: found.tolist() for name, found in columns.items()}

@@ -44,7 +44,7 @@ def of_tokens(predict: Any, name: str = "dro") -> dict[str, Any]:
     tau = predict(optimal_temperature(logits, config.rho))
     sums = LearnedSums({"documents": np.arange(NUM_ROWS) // 10, "targets": targets.numpy()}, 40)
     profiles = Profiles.of_logits(logits, targets, num_nodes=40)
-    found = {"profiles": (profiles.values, profiles.target), "tau": tau}
+    found = {"profiles": (profiles.values, profiles.target, None, None), "tau": tau}
     sums.add(0, targets, found | {"cross_entropy_tau": cross_entropy(logits / tau[:, None], targets, reduction="none")})
     return judged(token_rivals(sums, tau, config, NUM_TOKENS), tau, config.kind.objective)
 

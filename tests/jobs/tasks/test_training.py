@@ -272,6 +272,11 @@ def test_a_language_model_is_exported_for_transformers_and_scores_what_was_valid
     at_tau = torch.nn.functional.cross_entropy(logits / tau[:, None], targets).item()
     assert at_tau == pytest.approx(scores["cross_entropy_tau"], abs=1e-5)
     assert tau.mean().item() == pytest.approx(scores["tau_mean"], abs=1e-5)
+    passage, page = outcome["passage"], (Path(outcome["directory"]) / "report" / "tokens.html").read_text()
+    likeliest = (logits / tau[:, None]).softmax(-1).topk(3)
+    assert passage["likeliest"][:20] == likeliest.indices[:20].tolist()
+    np.testing.assert_allclose(passage["probability"][:20], likeliest.values[:20], rtol=1e-3)
+    assert " · likeliest at τ: &quot;" in page
 
 
 def test_a_frozen_base_is_named_not_copied_and_stays_as_it_was(site: Site) -> None:

@@ -187,8 +187,9 @@ def test_the_loss_without_logits_is_the_loss_with_them(architecture: str, extra:
         output = form(ids, positions, targets, with_statistics=True, oracle_rows=rows, num_profile_nodes=15)
         output["loss"].backward()
         results.append((output, {name: parameter.grad for name, parameter in form.named_parameters()}))
-        output["profiles"] = torch.cat([output["profiles"][0].flatten(1), output["profiles"][1][:, None]], dim=1)
-        assert output["profiles"].shape == ((targets != -100).sum(), 15 * 3 + 1)
+        values, target, top, _ = output["profiles"]
+        output["profiles"] = torch.cat([values.flatten(1), target[:, None], top], dim=1)
+        assert output["profiles"].shape == ((targets != -100).sum(), 15 * 3 + 1 + 3)
     (ours, our_grads), (theirs, their_grads) = results
     for output in (ours, theirs):
         output["statistics"] = output["statistics"][:9]  # beyond lie ranks and bins, which rounding may tip
