@@ -17,7 +17,7 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,11 @@ import numpy as np
 import torch
 import tyro
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from benchmarks.headroom import World, optimise
 from benchmarks.measure import print_setting, print_table
-from benchmarks.miscalibrated import CONTEXT_LENGTH, split_words, train_on_stream
+from benchmarks.small_models import CONTEXT_LENGTH, split_words, train_on_stream
 from jobs.engine.baselines import beats
 from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.headroom.job import figures, milli
@@ -47,6 +46,7 @@ from tempnet import TempNet, TempNetConfig
 from tempnet.baselines import compare_sums
 from tempnet.headroom.features import Tokens
 from tempnet.headroom.gains import DocumentSums
+from tempnet.headroom.profile import Profiles
 from tempnet.headroom.run import CONSTANT, run_headroom_test
 from tempnet.intervals import Interval
 from tempnet.models.output_head import output_weight
@@ -57,6 +57,7 @@ FAMILIES = ("gpt2", "llama", "qwen2")
 TEXTS = ("own", "other")
 INPUTS = ("hidden", "both")
 TOKENS_PER_DOCUMENT, TOKENS_PER_SAMPLE = 192, 20
+_BATCH_SIZE = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +86,21 @@ class Arguments:
     """Number of documents of the other kind."""
     num_tempnet_steps: int = 400
     """Number of training steps of a TempNet, on 2 048 tokens each."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """A world's tokens, measured with its model."""
+
+    tokens: Tokens
+    targets: Tensor
+    documents: Tensor
+    weight: Tensor
+
+    def part(self, rows: Tensor) -> Tokens:
+        """Return some of the tokens."""
+        profiles = Profiles(self.tokens.profiles.values[rows].double(), self.tokens.profiles.target[rows].double())
+        return Tokens(profiles, self.tokens.margin[rows], self.tokens.maximum[rows], self.tokens.hidden[rows])
 
 
 def documents_of(path: str) -> Iterator[str]:
@@ -314,6 +330,21 @@ def row_of(known: dict[str, Any], name: str) -> list[str]:
         f"{known['tau_max']:g}",
         "yes" if agree else "NO",
     ]
+
+
+def optimise(
+    network: nn.Module, step: Callable[[Tensor], Tensor], rows: Tensor, *, num_steps: int, rate: float
+) -> None:
+    """Minimise a loss of batches of tokens with AdamW, whose rate falls to 0 linearly."""
+    optimizer = torch.optim.AdamW(network.parameters(), lr=rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1 - number / num_steps)
+    for _ in range(num_steps):
+        loss = step(rows[torch.randint(len(rows), (_BATCH_SIZE,))])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
 
 
 def main(job: Arguments) -> None:

@@ -416,7 +416,7 @@ def first_documents(
         assert prediction.entropy is not None
         ids, (entropy, *top) = array.tolist(), prediction.at_tau
         shares, likeliest = (np.transpose(part).tolist() for part in (top[:NUM_LIKELIEST], top[NUM_LIKELIEST:]))
-        notes = describe_predictions(tokenizer, ids, entropy, likeliest, shares)
+        notes = describe_predictions(tokenizer, ids, entropy.tolist(), likeliest, shares)
         sections[key] = (token_pieces(tokenizer, ids), prediction.tau.tolist(), prediction.entropy.tolist(), notes)
     return sections
 

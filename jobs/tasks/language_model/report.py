@@ -139,7 +139,7 @@ def coloured_page(
 
 def describe_predictions(
     tokenizer: PreTrainedTokenizerFast,
-    ids: Sequence[int],
+    ids: list[int],
     entropies: Sequence[float],
     likeliest: Sequence[Sequence[int]],
     probabilities: Sequence[Sequence[float]],
