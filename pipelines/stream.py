@@ -258,7 +258,7 @@ class SchedulingThrottle:
 
     The loop runs in a thread of the training process. Once the read-ahead has filled its memory budget, a reader's
     output is ready but must not be taken yet, and the loop polls for it hundreds of times a second. That costs half
-    of a worker's computing time and holds Python's global interpreter lock, which training needs too (benchmarks/README.md).
+    of a worker's computing time and holds Python's global interpreter lock, which training needs too.
     """
 
     SECONDS: ClassVar[float] = 0.05

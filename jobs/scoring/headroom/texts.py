@@ -37,7 +37,7 @@ from jobs.scoring.text_parts import (
 from jobs.scoring.units import Finished, to_parquet
 from jobs.tasks.base import naming_field
 from jobs.tasks.language_model.config import EndOfDocument
-from jobs.tasks.language_model.data import warn_of_known_text
+from jobs.tasks.language_model.data import read_training_text, warn_of_known_text
 from pipelines.archives import Archive
 from pipelines.local_copy import check_source, is_directory, local_copy
 from pipelines.storage import join
@@ -48,6 +48,7 @@ from tempnet.devices import DeviceMap, loading_options
 from tempnet.headroom.features import Tokens
 from tempnet.headroom.run import CONSTANT, HeadroomTest
 from tempnet.models.dual_encoder_config import IMAGE_ENCODER_DIRECTORY
+from tempnet.softmax.config import LOSS_KINDS
 from tempnet.weights import check_weight_files
 
 _NUM_TOKENS_PER_STEP = 2048
@@ -170,9 +171,17 @@ class TextMeasurement:
 
     @property
     def warning(self) -> str:
-        """A sentence if the model is known to have been trained on some of the text."""
-        known = "The model was trained on some of this text: the verdict does not hold for new text."
-        return known if self.settings.known_text else ""
+        """Sentences if the model is known to have been trained on some of the text, or together with a TempNet."""
+        warnings = []
+        if self.settings.known_text:
+            warnings.append("The model was trained on some of this text: the verdict does not hold for new text.")
+        _, loss = read_training_text(self.config.model)
+        if loss in LOSS_KINDS and LOSS_KINDS[loss].temperature == "tempnet":
+            warnings.append(
+                f"The model was trained together with a TempNet (loss {loss}): τ = 1 is not its own scale, and what is "
+                "gained over it or over a constant says nothing about a model trained by plain cross-entropy."
+            )
+        return " ".join(warnings)
 
     def record(self) -> dict[str, Any]:
         """Returns everything that decides the measured tokens, without file locations and the batch size."""

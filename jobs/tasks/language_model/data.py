@@ -142,29 +142,34 @@ def find_features(config: LanguageModelConfig, text: Manifest, base: BaseReferen
     return load_stored(features_of(config, text, base), text, what=what, job="jobs.train_lm")
 
 
-def write_training_text(directory: Path, text: str, base: str, *, is_base_trained: bool) -> None:
+def write_training_text(directory: Path, text: str, base: str, *, loss: str) -> None:
     """Write the record of an exported model into its directory; nothing is written if no text is known.
 
     Args:
         directory: directory of the export.
         text: path or URI of the run's training text.
         base: directory, URI or hub name of the model that the run began with; empty for random weights.
-        is_base_trained: whether the run trained the base model, not only its TempNet.
+        loss: the loss that trained the base model; empty if the run trained only its TempNet.
     """
-    archives = read_training_text(base) if base else set()
-    if is_base_trained:
+    archives, base_loss = read_training_text(base) if base else (set(), "")
+    if loss:
         archives = archives | _name_and_size(list_archives(text))
     if archives:
-        record = {"archives": [{"name": name, "num_bytes": size} for name, size in sorted(archives)]}
+        found = [{"name": name, "num_bytes": size} for name, size in sorted(archives)]
+        record = {"archives": found, "loss": loss or base_loss}
         (directory / TRAINING_TEXT_FILE).write_text(json.dumps(record, indent=1) + "\n")
 
 
-def read_training_text(model: str) -> set[tuple[str, int]]:
-    """Return name and size in bytes of the archives that a model was trained on; empty if that is not recorded."""
+def read_training_text(model: str) -> tuple[set[tuple[str, int]], str]:
+    """Return name and size in bytes of the archives that a model was trained on, and the loss of its last training.
+
+    They are empty if that is not recorded.
+    """
     path = Path(local_copy(model, with_weights=False)) / TRAINING_TEXT_FILE
     if not path.is_file():
-        return set()
-    return {(str(item["name"]), int(item["num_bytes"])) for item in json.loads(path.read_text())["archives"]}
+        return set(), ""
+    record = json.loads(path.read_text())
+    return {(str(item["name"]), int(item["num_bytes"])) for item in record["archives"]}, str(record.get("loss", ""))
 
 
 def warn_of_known_text(model: str, text: str, archives: list[Archive], *, field: str) -> list[str]:
@@ -172,7 +177,8 @@ def warn_of_known_text(model: str, text: str, archives: list[Archive], *, field:
 
     `field` is the name of the configuration field of the text.
     """
-    names = sorted(name for name, _ in read_training_text(model) & _name_and_size(archives))
+    known, _ = read_training_text(model)
+    names = sorted(name for name, _ in known & _name_and_size(archives))
     if names:
         more = len(names) - _NUM_NAMES_SHOWN
         shown = ", ".join(names[:_NUM_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -376,7 +376,8 @@ def export_model(
     if not is_first:
         return
     with open_export(config.run.export_directory) as directory:
-        write_training_text(directory, config.data.train, config.model.path, is_base_trained=not config.model.is_frozen)
+        loss = "" if config.model.is_frozen else module.loss_config.name
+        write_training_text(directory, config.data.train, config.model.path, loss=loss)
         if base is None:
             module.base.save_pretrained(directory, state_dict=_base_weights(module, weights))
         else:

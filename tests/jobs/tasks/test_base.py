@@ -131,7 +131,7 @@ def test_only_the_same_archive_is_known(texts: Path, caplog: pytest.LogCaptureFi
     model = texts / "model"
     model.mkdir()
     assert known(model, texts / "a") == []  # Nothing is recorded.
-    write_training_text(model, str(texts / "a"), "", is_base_trained=True)
+    write_training_text(model, str(texts / "a"), "", loss="ce")
     assert known(model, texts / "b") == known(model, texts / "c") == []
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
@@ -143,15 +143,16 @@ def test_an_export_remembers_the_text_of_the_model_it_began_with(texts: Path) ->
     first, frozen, tuned = (texts / name for name in ("first", "frozen", "tuned"))
     for directory in (first, frozen, tuned):
         directory.mkdir()
-    write_training_text(first, str(texts / "a"), "", is_base_trained=True)
-    write_training_text(frozen, str(texts / "b"), str(first), is_base_trained=False)
-    assert read_training_text(str(frozen)) == read_training_text(str(first)) != set()
-    write_training_text(tuned, str(texts / "b"), str(first), is_base_trained=True)
+    write_training_text(first, str(texts / "a"), "", loss="dro")
+    write_training_text(frozen, str(texts / "b"), str(first), loss="")
+    assert read_training_text(str(frozen)) == read_training_text(str(first)) != (set(), "")
+    write_training_text(tuned, str(texts / "b"), str(first), loss="ce")
+    assert [read_training_text(str(model))[1] for model in (first, frozen, tuned)] == ["dro", "dro", "ce"]
     assert known(tuned, texts / "a") == known(tuned, texts / "b") == ["0.jsonl"]
 
 
 def test_a_frozen_base_of_unknown_origin_gets_no_record(texts: Path) -> None:
     model = texts / "model"
     model.mkdir()
-    write_training_text(model, str(texts / "a"), str(texts), is_base_trained=False)
+    write_training_text(model, str(texts / "a"), str(texts), loss="")
     assert not (model / TRAINING_TEXT_FILE).exists()
