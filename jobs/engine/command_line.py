@@ -253,6 +253,8 @@ def with_hint(message: str) -> str:
             return f"{message.rstrip('.')}. The preset `frozen` is for a model of your own: give --model.path"
         if (path := Path(word).expanduser()).exists():
             hint = _meant(path, word) if _NO_MODEL in message else ""
+        elif word in ("data/train", "data/validation"):
+            hint = "It stands for your own data: give --data.train, --data.validation and, for a model of yours, --model.path"
         elif _SAMPLE.fullmatch(word):
             hint = "The sample data are made by: python -m jobs.sample_data"
         elif (export := _EXPORT.fullmatch(word)) and (command := _training_command(export[1])):
