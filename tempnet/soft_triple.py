@@ -1,4 +1,4 @@
-"""SoftTriple loss (arXiv 1909.05235) and TripleEntropy, its sum with cross-entropy for fine-tuning classifiers.
+"""Losses for fine-tuning classifiers beside cross-entropy: SoftTriple (arXiv 1909.05235) with TripleEntropy, and SupCon.
 
 With unit vectors x and w_c^k, where each of C classes has K centres w_c^1 … w_c^K:
 
@@ -11,6 +11,13 @@ With unit vectors x and w_c^k, where each of C classes has K centres w_c^1 … w
 computations are in float32, whatever the dtypes of inputs and parameters are (float64 stays float64). Neither the (n,
 C, K) similarities nor the (K, K) distances are stored completely: both are computed one tile at a time, and again in
 the backward pass.
+
+The supervised contrastive loss (Gunel et al. 2021, arXiv 2011.01403, eqs. 1 and 4) is, with unit vectors x of n sentences,
+
+    ℓ = (1/n) Σ_i −1/|P_i| Σ_{j ∈ P_i} log( exp(x_iᵀx_j/τ) / Σ_{k ≠ i} exp(x_iᵀx_k/τ) )     P_i: others of the class of i
+    L = (1 − λ)·CE + λ·ℓ
+
+where a sentence with empty P_i has the term 0. The paper sums over i; the mean keeps λ independent of the batch size.
 
 Shapes: n vectors of dimension d, C classes, K centres per class.
 """
@@ -25,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tempnet.contrastive.state import World
 from tempnet.softmax.reference import IGNORE_INDEX
 
 _TILE_VALUES = 1 << 22
@@ -129,6 +137,32 @@ def center_regularizer(centers: Tensor) -> Tensor:
         for start in range(0, num_centers, rows):
             total = total + checkpoint(_distances, of_class, start, start + rows, use_reentrant=False)
     return total / (num_classes * num_centers * (num_centers - 1))
+
+
+def supervised_contrastive_loss(embeddings: Tensor, labels: Tensor, temperature: float, world: World) -> Tensor:
+    """Return this rank's 1/W of ℓ of the whole batch, a scalar, with the gradient of ℓ in this rank's embeddings.
+
+    The ranks have equally many embeddings (b, d), which are normalised here and must not be 0, and classes (b,).
+    """
+    with torch.autocast(embeddings.device.type, enabled=False):
+        x = F.normalize(_wide(embeddings), dim=-1)
+        y, own, everything = world.gather(labels), world.part(world.size * len(x)), world.gather(x)
+        x = torch.cat([everything[: own.start], x, everything[own.stop :]])
+        itself = torch.eye(len(x), dtype=torch.bool, device=x.device)
+        # Not −inf, so that a batch of one sentence has the gradient 0.
+        log_shares = (x @ x.T / temperature).masked_fill(itself, torch.finfo(x.dtype).min).log_softmax(-1)
+        is_positive = (y[:, None] == y) & ~itself
+        of_sentences = log_shares.where(is_positive, 0.0).sum(-1) / is_positive.sum(-1).clamp(min=1)
+        loss = -of_sentences.mean()
+    return loss - loss.detach() * (1.0 - 1.0 / world.size)
+
+
+def check_contrastive(weight: float, temperature: float) -> None:
+    """Check λ and τ of the supervised contrastive loss; a wrong one raises ValueError, which names it."""
+    if not 0.0 <= weight <= 1.0:
+        raise ValueError(f"contrastive_weight = {weight:g} must lie in [0, 1]")
+    if not 0.0 < temperature < math.inf:
+        raise ValueError(f"contrastive_temperature = {temperature:g} must be positive and finite")
 
 
 def token_labels(labels: Tensor, attention_mask: Tensor, *, with_padding: bool = False) -> Tensor:

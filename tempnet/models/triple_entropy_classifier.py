@@ -1,10 +1,11 @@
-"""A sentence classifier that is trained by cross-entropy and, on every token, by the SoftTriple loss (TripleEntropy).
+"""A sentence classifier that is trained by cross-entropy, alone or with one of the losses of `tempnet.soft_triple`.
 
-    L = β·CE(sentence) + (1 − β)·(ℓ(tokens) + weight·R)          β = 1 is plain fine-tuning
+    L = β·CE(sentence) + (1 − β)·(ℓ(tokens) + weight·R)          TripleEntropy; β = 1 is plain fine-tuning
+    L = (1 − λ)·CE(sentence) + λ·ℓ(first tokens)                 supervised contrastive loss (SupCon)
 
-CE is the cross-entropy of the model's own head. ℓ is computed from the last hidden states of all tokens of a
-sentence, each with the sentence's label (`tempnet.soft_triple`). Both are means over the whole batch, no matter how
-it is divided among the ranks.
+CE is the cross-entropy of the model's own head. SoftTriple's ℓ is computed from the last hidden states of all tokens of a
+sentence, each with the sentence's label, SupCon's from those of the first tokens. All are means over the whole batch, no
+matter how it is divided among the ranks (for SupCon, equally).
 
 Shapes: b sentences on this rank, t tokens, C classes.
 """
@@ -20,7 +21,13 @@ from transformers import PreTrainedModel
 
 from tempnet.contrastive.state import World
 from tempnet.models.sentence_encoder import last_hidden_states
-from tempnet.soft_triple import IGNORE_INDEX, SoftTriple, token_labels
+from tempnet.soft_triple import (
+    IGNORE_INDEX,
+    SoftTriple,
+    check_contrastive,
+    supervised_contrastive_loss,
+    token_labels,
+)
 
 
 class ClassifierOutput(TypedDict):
@@ -31,7 +38,9 @@ class ClassifierOutput(TypedDict):
     cross_entropy: Tensor
     """Contribution of this rank to the cross-entropy, a scalar; the sum over ranks is the mean over the batch."""
     soft_triple: Tensor | None
-    """Contribution of this rank to ℓ + weight·R, a scalar; None for plain fine-tuning."""
+    """Contribution of this rank to ℓ + weight·R, a scalar; None without SoftTriple."""
+    contrastive: Tensor | None
+    """Contribution of this rank to the supervised contrastive loss, a scalar; None without it."""
     logits: Tensor
     """Logits of the head: (b, C)."""
 
@@ -39,7 +48,8 @@ class ClassifierOutput(TypedDict):
 class TripleEntropyClassifier(nn.Module):
     """A Transformers `…ForSequenceClassification` with the SoftTriple loss and its centres; None for plain fine-tuning.
 
-    With `with_padding` SoftTriple counts padding too, as the authors' code does. `autocast_dtype` is that of matrix
+    A positive `contrastive_weight` λ adds the supervised contrastive loss instead, at `contrastive_temperature`. With
+    `with_padding` SoftTriple counts padding too, as the authors' code does. `autocast_dtype` is that of matrix
     products; the losses are in float32. A model and centres of different numbers of classes or widths raise ValueError.
     """
 
@@ -48,11 +58,14 @@ class TripleEntropyClassifier(nn.Module):
         model: PreTrainedModel,
         soft_triple: SoftTriple | None,
         *,
+        contrastive_weight: float = 0.0,
+        contrastive_temperature: float = 0.3,
         with_padding: bool = False,
         world: World | None = None,
         autocast_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_contrastive(contrastive_weight, contrastive_temperature)
         if soft_triple is not None:
             expected, shape = (model.config.num_labels, model.config.hidden_size), soft_triple.centers.shape[::2]
             if expected != tuple(shape):
@@ -60,6 +73,7 @@ class TripleEntropyClassifier(nn.Module):
                     f"the centres are for {shape[0]} classes of width {shape[1]}, the model's are {expected}"
                 )
         self.model, self.soft_triple, self.with_padding = model, soft_triple, with_padding
+        self.contrastive_weight, self.contrastive_temperature = contrastive_weight, contrastive_temperature
         self.world, self.autocast_dtype = world or World.alone(), autocast_dtype
 
     def logits(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
@@ -85,16 +99,21 @@ class TripleEntropyClassifier(nn.Module):
         # A rank's means are weighted by its shares of all sentences and of all tokens.
         shares = own / self.world.sum(own.clone())
         cross_entropy = shares[0] * F.cross_entropy(logits, labels)
-        loss, soft = cross_entropy, None
+        loss, soft, contrastive = cross_entropy, None, None
         if self.soft_triple is not None:
             settings = self.soft_triple.config
             soft = shares[1] * self.soft_triple.token_loss(seen[0], of_tokens)
             if settings.regularizer:
                 soft = soft + self.soft_triple.regularization() / self.world.size
             loss = settings.beta * cross_entropy + (1.0 - settings.beta) * soft
+        elif weight := self.contrastive_weight:
+            first = seen[0][:, 0]
+            contrastive = supervised_contrastive_loss(first, labels, self.contrastive_temperature, self.world)
+            loss = (1.0 - weight) * cross_entropy + weight * contrastive
         return {
             "loss": self.world.size * loss,
             "cross_entropy": cross_entropy.detach(),
             "soft_triple": None if soft is None else soft.detach(),
+            "contrastive": None if contrastive is None else contrastive.detach(),
             "logits": logits.detach(),
         }

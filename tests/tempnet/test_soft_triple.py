@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 from tempnet import soft_triple
 from tempnet.contrastive.state import World
 from tempnet.models.triple_entropy_classifier import TripleEntropyClassifier
-from tempnet.soft_triple import SoftTriple, SoftTripleConfig, token_labels
+from tempnet.soft_triple import SoftTriple, SoftTripleConfig, supervised_contrastive_loss, token_labels
 
 
 def by_the_formula(x: Tensor, labels: Tensor, centers: Tensor, config: SoftTripleConfig) -> Tensor:
@@ -225,6 +225,49 @@ def test_triple_entropy_without_centres_is_plain_cross_entropy() -> None:
     assert output["soft_triple"] is None
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])["logits"]
     torch.testing.assert_close(output["loss"], F.cross_entropy(logits, batch["labels"]))
+
+
+def supervised_contrastive_by_the_sum(x: Tensor, labels: list[int], temperature: float) -> Tensor:
+    """Compute the loss with loops, one pair at a time; a sentence without another of its class has the term 0."""
+    unit = x / x.square().sum(-1, keepdim=True).sqrt()
+    total = torch.zeros((), dtype=x.dtype)
+    for i, label in enumerate(labels):
+        others = [k for k in range(len(labels)) if k != i]
+        positives = [j for j in others if labels[j] == label]
+        for j in positives:
+            share = (unit[i] @ unit[j] / temperature).exp() / sum(
+                (unit[i] @ unit[k] / temperature).exp() for k in others
+            )
+            total = total - share.log() / len(positives)
+    return total / len(labels)
+
+
+@pytest.mark.parametrize("labels", [[0, 1, 0, 2, 1, 0, 0], [0, 1], [3]])
+def test_the_supervised_contrastive_loss_is_the_sum_over_pairs(labels: list[int]) -> None:
+    x = torch.randn(len(labels), 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    loss = supervised_contrastive_loss(x, torch.tensor(labels), 0.3, World.alone())
+    expected = supervised_contrastive_by_the_sum(x, labels, 0.3)
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12)
+    (found,) = torch.autograd.grad(loss, x)
+    wanted = torch.autograd.grad(expected, x)[0] if expected.requires_grad else torch.zeros_like(x)
+    torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-12)
+
+
+def test_a_classifier_weighs_cross_entropy_and_the_contrastive_loss_of_first_tokens() -> None:
+    batch, model = make_batch(), make_model("bert")
+    output = TripleEntropyClassifier(model, None, contrastive_weight=0.9, contrastive_temperature=0.2)(**batch)
+    few = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    first = model.base_model(**few)["last_hidden_state"][:, 0]
+    contrastive = supervised_contrastive_by_the_sum(first, batch["labels"].tolist(), 0.2)
+    torch.testing.assert_close(output["contrastive"], contrastive.detach())
+    expected = 0.1 * F.cross_entropy(model(**few)["logits"], batch["labels"]) + 0.9 * contrastive
+    torch.testing.assert_close(output["loss"], expected)
+    for settings, message in (
+        ((1.5, 0.3), r"contrastive_weight = 1.5 must lie in \[0, 1\]"),
+        ((0.5, 0.0), "temperature = 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TripleEntropyClassifier(model, None, contrastive_weight=settings[0], contrastive_temperature=settings[1])
 
 
 def test_padding_can_be_counted_as_the_authors_code_does() -> None:

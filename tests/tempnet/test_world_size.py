@@ -24,6 +24,7 @@ from tempnet.contrastive.config import LOSS_KINDS
 from tempnet.contrastive.state import SampleState, World
 from tempnet.contrastive.unimodal import UnimodalLoss
 from tempnet.models.batch_norm import SynchronizedBatchNorm
+from tempnet.soft_triple import supervised_contrastive_loss
 from tests.tempnet.contrastive.dense import NUM_SAMPLES, make_batch, make_config, make_loss, make_unimodal_loss, run
 from tests.tempnet.models.tiny_towers import NUM_PAIRS, make_module, pairs
 
@@ -105,6 +106,14 @@ def norm_case(name: str, rows: slice, reference: type[nn.Module] | None = None) 
     return values | {f"{key}.grad": parameter.grad for key, parameter in norm.named_parameters()}
 
 
+def supervised_case(world: World) -> Values:
+    """Return the supervised contrastive loss of 12 sentences in float64, and the gradient in this rank's."""
+    x = torch.randn(12, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3))[world.part(12)]
+    loss = supervised_contrastive_loss(x.requires_grad_(), torch.arange(12)[world.part(12)] % 5, 0.3, world)
+    loss.backward()
+    return {"loss": loss.detach(), "gradient": x.grad}
+
+
 def module_case(name: str, world: World) -> Values:
     """Run two steps of a whole dual encoder in float64, without an optimizer; return losses, gradients and buffers."""
     module = make_module(name, torch.float64, world)
@@ -125,6 +134,7 @@ def work(rank: int, size: int, directory: Path) -> None:
     values: dict[str, Any] = {f"loss {name}": loss_case(name, world, directory) for name in LOSSES}
     values |= {f"norm {name}": norm_case(name, NORM_ROWS[size][rank]) for name in NORMS}
     values |= {f"module {name}": module_case(name, world) for name in MODULES}
+    values["supervised"] = supervised_case(world)
     torch.save(values, directory / f"rank-{rank}.pt")
     # All ranks must see a wrong id, whoever has it: no rank may be left waiting in a collective.
     part = make_batch(12).part(world.part(12))
@@ -177,6 +187,12 @@ def test_contrastive_losses(name: str, ranks: Ranks, tmp_path: Path) -> None:
         states[1].load(directory / name, num_writers=len(parts))
         for key in columns:
             torch.testing.assert_close(states[1].columns[key], states[0].columns[key], rtol=1e-5, atol=1e-5)
+
+
+def test_the_supervised_contrastive_loss(ranks: Ranks) -> None:
+    alone, found = supervised_case(World.alone()), [part["supervised"] for part in ranks[1]]
+    torch.testing.assert_close(torch.stack([part["loss"] for part in found]).sum(), alone["loss"])
+    torch.testing.assert_close(torch.cat([part["gradient"] for part in found]), alone["gradient"])
 
 
 def test_a_wrong_id_stops_every_rank(ranks: Ranks) -> None:

@@ -24,7 +24,7 @@ import matplotlib
 
 from jobs.engine.description import markdown_table
 from jobs.studies.estimates import Estimate, estimate
-from jobs.studies.reproduction.experiment import Arm, Measure, Scores, Statement, Study
+from jobs.studies.reproduction.experiment import Arm, Measure, Scores, Statement, Study, above
 from jobs.studies.reproduction.plan import Reproduction
 from jobs.studies.reproduction.scoring import History
 
@@ -41,6 +41,7 @@ Replicates = Mapping[str, Mapping[str, Scores]]
 """Arm → name of the replicate (its seed, and fold) → scores."""
 
 _MAX_NUM_PANELS = 4
+_BASELINE = "cross-entropy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +141,8 @@ def as_markdown(work: Reproduction, results: Sequence[StudyResult], failed: Mapp
     ]
     for result in results:
         lines += ["", f"## {result.study.title}", "", _figures(result)]
+        if found := gains(result):
+            lines += ["", _gains(found)]
         if result.judged:
             lines += ["", _statements(result)]
         lines += ["", *result.study.notes] if result.study.notes else []
@@ -168,6 +171,51 @@ def _figures(result: StudyResult) -> str:
         found = [(result.estimate(arm, measure), measure.digits) for measure in study.measures]
         ours = [one.text(digits) if one else "–" for one, digits in found]
         rows.append([title, *paper, *ours])
+    return markdown_table(rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """What a loss gains over cross-entropy on a data set, in points of accuracy."""
+
+    data: str
+    loss: str
+    num_sentences: float
+    estimate: Estimate
+    paper: float
+    """The paper's gain; NaN where it has none."""
+
+
+def gains(result: StudyResult) -> list[Gain]:
+    """Returns the gains of a study's arms named `DATA, LOSS` over `DATA, cross-entropy`, paired replicate by replicate."""
+    found, arms = [], {arm.name: arm for arm in result.study.arms}
+    for name, arm in arms.items():
+        data, _, loss = name.rpartition(", ")
+        baseline = arms.get(f"{data}, {_BASELINE}")
+        if baseline is None or loss == _BASELINE:
+            continue
+        (measure,) = result.study.measures
+        statement = above(name, baseline.name, measure.name)
+        judged = judge(statement, result.replicates, {measure.name: measure}, test_share=result.test_share)
+        if judged.estimate is None:
+            continue
+        scores = next(iter(result.replicates[name].values()))
+        size = scores.get("num_train", math.nan) + scores.get("num_held_out", math.nan)
+        paper = arm.paper[0] - baseline.paper[0] if arm.paper and baseline.paper else math.nan
+        found.append(Gain(data=data, loss=loss, num_sentences=size, estimate=judged.estimate, paper=paper))
+    return found
+
+
+def _gains(found: Sequence[Gain]) -> str:
+    losses = list(dict.fromkeys(gain.loss for gain in found))
+    rows = [["data", "sentences", *(f"{what} of {one}" for one in losses for what in ("paper: gain", "gain"))]]
+    for data in dict.fromkeys(gain.data for gain in found):
+        own = {gain.loss: gain for gain in found if gain.data == data}
+        cells = [
+            (own[loss].paper, own[loss].estimate.text(2, "+")) if loss in own else (math.nan, "–") for loss in losses
+        ]
+        texts = [text for paper, ours in cells for text in ("" if math.isnan(paper) else f"{paper:+.2f}", ours)]
+        rows.append([data, f"{next(iter(own.values())).num_sentences:,.0f}", *texts])
     return markdown_table(rows)
 
 
@@ -264,16 +312,38 @@ def draw(results: Sequence[StudyResult]) -> Figure | None:
     if not drawn:
         return None
     heights = [height for _, _, height in drawn]
+    found = [gain for result in results for gain in gains(result)]
+    if len({gain.num_sentences for gain in found}) > 1:
+        heights.append(4.0)
     figure = plt.figure(figsize=(11, sum(heights)), layout="constrained")
-    rows = figure.subfigures(len(drawn), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for row, (result, measures, _) in zip(rows, drawn, strict=True):
+    rows = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for row, (result, measures, _) in zip(rows[: len(drawn)], drawn, strict=True):
         row.suptitle(result.study.title)
         if isinstance(result.study.scoring, History):
             _draw_course(row.subplots(), result)
             continue
         for panel, measure in zip(row.subplots(1, len(measures), squeeze=False, sharey=True)[0], measures, strict=True):
             _draw_measure(panel, result, measure)
+    if len(heights) > len(drawn):
+        _draw_gains(rows[-1].subplots(), found)
     return figure
+
+
+def _draw_gains(panel: Axes, found: Sequence[Gain]) -> None:
+    """Draws the gains over the number of sentences, with their intervals, and the paper's as crosses."""
+    for number, loss in enumerate(dict.fromkeys(gain.loss for gain in found)):
+        own = [gain for gain in found if gain.loss == loss]
+        sizes, color = [gain.num_sentences for gain in own], f"C{number}"
+        estimates = [gain.estimate for gain in own]
+        means, widths = [one.mean for one in estimates], [one.half_width for one in estimates]
+        panel.errorbar(sizes, means, yerr=widths, fmt="o", capsize=3, color=color, label=loss)
+        panel.plot(sizes, [gain.paper for gain in own], "x", color=color, label=f"{loss}, paper")
+        for gain in own:
+            panel.annotate(gain.data, (gain.num_sentences, gain.estimate.mean), fontsize=7)
+    panel.axhline(0.0, color="tab:gray", linewidth=0.8)
+    panel.set(xscale="log", xlabel="sentences", ylabel="gain over cross-entropy, points")
+    panel.grid(alpha=0.3)
+    panel.legend()
 
 
 def _draw_measure(panel: Axes, result: StudyResult, measure: Measure) -> None:

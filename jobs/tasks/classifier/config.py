@@ -13,6 +13,7 @@ from jobs.engine.config import EncoderSection, RunSection, TrackingSection, Trai
 from jobs.engine.fields import (
     FREE_TO_CHANGE,
     PATH,
+    added_later,
     check_not_negative,
     check_positive,
     check_share,
@@ -21,7 +22,7 @@ from jobs.engine.fields import (
     with_absolute_paths,
 )
 from pipelines.sentences.senteval import FINE_TUNED_NAMES, TASK_NAMES, check_task, present_tasks
-from tempnet.soft_triple import SoftTripleConfig, SoftTripleOptions
+from tempnet.soft_triple import SoftTripleConfig, SoftTripleOptions, check_contrastive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,14 +99,23 @@ class SettingSection(SoftTripleOptions):
 
     cross_entropy_alone: bool = False
     """Plain fine-tuning by cross-entropy; the other fields of this section are ignored."""
+    contrastive_weight: float = field(default=0.0, metadata=added_later(0.0))
+    """λ, the weight of the supervised contrastive loss, in [0, 1], that takes the place of SoftTriple. 0: SoftTriple."""
+    contrastive_temperature: float = field(default=0.3, metadata=added_later(0.3))
+    """τ of the supervised contrastive loss."""
 
     @property
     def name(self) -> str:
         """Name of the setting: `ce` for cross-entropy alone, else its values."""
         if self.cross_entropy_alone:
             return "ce"
+        if self.contrastive_weight:
+            return f"supcon-weight{self.contrastive_weight:g}-tau{self.contrastive_temperature:g}"
         values = {"k": self.num_centers, "gamma": self.gamma, "scale": self.scale, "margin": self.margin}
         return "-".join(f"{name}{value:g}" for name, value in (values | {"beta": self.beta}).items())
+
+
+_CONTRASTIVE = ("contrastive_weight", "contrastive_temperature")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +132,11 @@ class GridSection:
     """Values of δ, the margin subtracted from the similarity to the right class."""
     beta: tuple[float, ...] = (0.9,)
     """Values of β, the weight of the cross-entropy, in [0, 1]; 1 is cross-entropy alone."""
+    contrastive_weight: tuple[float, ...] = field(default=(), metadata=added_later(()))
+    """Values of λ, the weight of the supervised contrastive loss beside cross-entropy, above 0 and at most 1 (Gunel et al.
+    2021; the best there is 0.9): settings of their own beside TripleEntropy's. Empty: none."""
+    contrastive_temperature: tuple[float, ...] = field(default=(0.3,), metadata=added_later((0.3,)))
+    """Values of τ of the supervised contrastive loss."""
     with_baseline: bool = True
     """Also train with cross-entropy alone, on the same folds and with the same seeds."""
     seeds: tuple[int, ...] = (2, 16, 128, 2048)
@@ -134,17 +149,19 @@ class GridSection:
     """Keep the checkpoint and the exported classifier of every cell."""
 
     def __post_init__(self) -> None:
-        for name in ("num_centers", "gamma", "scale", "margin", "beta", "seeds"):
+        settings = (*(item.name for item in dataclasses.fields(SoftTripleOptions)), *_CONTRASTIVE)
+        for name in (*settings, "seeds"):
             values = getattr(self, name)
-            if not values:
+            if not values and name != "contrastive_weight":
                 raise ValueError(f"grid.{name} is empty: give at least one value")
             if again := find_duplicate(map(str, values)):
                 raise ValueError(f"grid.{name} names {again} twice")
+        if 0.0 in self.contrastive_weight:
+            raise ValueError("grid.contrastive_weight = 0 is cross-entropy alone: use grid.with_baseline")
         for setting in self.settings:
-            if setting.cross_entropy_alone:
-                continue
             try:
                 _ = soft_triple_config(setting, CentersSection())
+                check_contrastive(setting.contrastive_weight, setting.contrastive_temperature)
             except ValueError as error:
                 raise ValueError(f"grid.{error}") from error
         if self.num_folds < 2:
@@ -153,10 +170,11 @@ class GridSection:
 
     @property
     def settings(self) -> list[SettingSection]:
-        """All settings of the grid: the baseline, if requested, and every combination of the values."""
-        names = [item.name for item in dataclasses.fields(SoftTripleOptions)]
+        """All settings of the grid: the baseline, if requested, and every combination of the values of each loss."""
+        triple = [item.name for item in dataclasses.fields(SoftTripleOptions)]
         combinations = [
             SettingSection(**dict(zip(names, values, strict=True)))
+            for names in (_CONTRASTIVE, triple)
             for values in itertools.product(*(getattr(self, name) for name in names))
         ]
         return [SettingSection(cross_entropy_alone=True)] * self.with_baseline + combinations

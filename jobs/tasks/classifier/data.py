@@ -106,12 +106,15 @@ def build_model(
             f"data.num_tokens = {width} is more than the {most} positions of the model: choose at most {most}"
         )
     soft_triple = None
-    if not config.setting.cross_entropy_alone:
+    weight = 0.0 if config.setting.cross_entropy_alone else config.setting.contrastive_weight
+    if not (config.setting.cross_entropy_alone or weight):
         settings = soft_triple_config(config.setting, config.centers)
         soft_triple = SoftTriple(int(model.config.hidden_size), len(class_names), settings)
     return TripleEntropyClassifier(
         model,
         soft_triple,
+        contrastive_weight=weight,
+        contrastive_temperature=config.setting.contrastive_temperature,
         with_padding=config.centers.with_padding,
         world=World.current(),
         autocast_dtype=autocast_dtype(config),

@@ -120,20 +120,22 @@ class ClassifierStatistics:
     """Statistics of a step, as sums that add up over ranks: the two losses, correct predictions and sentences."""
 
     sums: Tensor
-    has_soft_triple: bool
+    second: str
+    """Name of the loss beside cross-entropy; empty without one."""
 
     @classmethod
     def of(cls, output: ClassifierOutput, labels: Tensor) -> ClassifierStatistics:
         """Return the statistics of one rank's part of a batch."""
-        soft = output["soft_triple"]
+        losses = {"soft_triple": output["soft_triple"], "contrastive": output["contrastive"]}
+        second, value = next(((name, loss) for name, loss in losses.items() if loss is not None), ("", 0.0))
         num_right = (output["logits"].argmax(-1) == labels).sum()
-        values = [output["cross_entropy"], 0.0 if soft is None else soft, num_right, len(labels)]
-        return cls(torch.tensor(list(map(float, values)), dtype=torch.float64, device=labels.device), soft is not None)
+        values = [output["cross_entropy"], value, num_right, len(labels)]
+        return cls(torch.tensor(list(map(float, values)), dtype=torch.float64, device=labels.device), second)
 
     def summary(self) -> dict[str, float]:
         """Return the losses and the accuracy of the batch."""
-        cross_entropy, soft, right, count = self.sums.tolist()
-        parts = {"soft_triple": soft} if self.has_soft_triple else {}
+        cross_entropy, value, right, count = self.sums.tolist()
+        parts = {self.second: value} if self.second else {}
         return {"cross_entropy": cross_entropy, **parts, "accuracy": right / count}
 
 

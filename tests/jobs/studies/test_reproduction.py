@@ -16,6 +16,7 @@ from jobs.engine.config import TrackingSection
 from jobs.engine.identity import flatten, with_fields
 from jobs.reproduce import main
 from jobs.scoring.config import LanguageModelPool
+from jobs.studies.estimates import estimate
 from jobs.studies.reproduction import launch
 from jobs.studies.reproduction.config import ReproduceConfig
 from jobs.studies.reproduction.cost import cost_of
@@ -30,6 +31,7 @@ from jobs.studies.reproduction.report import (
     as_content,
     as_markdown,
     draw,
+    gains,
     judge,
     judge_claim,
 )
@@ -103,10 +105,11 @@ def test_a_base_of_the_same_seed_is_started_from(tmp_path: Path) -> None:
 
 
 def test_folds_start_from_the_encoder_of_their_seed(tmp_path: Path) -> None:
-    (planned,) = make("TripleEntropy", tmp_path, seeds=2).studies
+    planned, over_sizes = make("TripleEntropy", tmp_path, seeds=2).studies
     exports = {run.name: run.config.run.export_directory for run in planned.runs if run.arm.name == "encoder"}
     cells = [run for run in planned.runs if run.arm.name != "encoder"]
-    assert len(cells) == 2 * 2 * 2 * 5
+    assert len(cells) == 2 * 3 * 2 * 5
+    assert len({run.name for run in over_sizes.runs} - {run.name for run in planned.runs}) == 4 * 2 * 5
     assert len({run.after for run in cells}) == 2
     assert planned.test_share == 0.25
     for run in cells:
@@ -129,7 +132,7 @@ def test_gains_of_triple_entropy_are_those_of_the_papers_tables() -> None:
     """
     for number, imdb, gain in ((0, [0.45], 0.71), (1, [], 0.70), (2, [0.11], 0.20), (3, [0.02], 0.04)):
         rows = paper_of("TripleEntropy", number)
-        baselines = {name: row[0] for name, row in rows.items() if name.endswith("cross-entropy")}
+        baselines = {name: row[0] for name, row in rows.items() if row and name.endswith("cross-entropy")}
         gains = [rows[name.replace("cross-entropy", "TripleEntropy")][0] - value for name, value in baselines.items()]
         gains += imdb
         assert sum(gains) / len(gains) == pytest.approx(gain, abs=0.01)
@@ -354,6 +357,41 @@ def test_the_history_of_training_is_drawn_as_a_curve(tmp_path: Path) -> None:
     assert panel.get_ylabel() == "perplexity"
     for bar in panel.containers:
         assert bar.lines[0].get_xydata() == pytest.approx(np.array([[0.25, 100], [0.5, 50], [0.75, 100 / 3], [1, 25]]))
+
+
+def test_gains_over_cross_entropy_are_paired_and_drawn_over_the_number_of_sentences(tmp_path: Path) -> None:
+    work = make("TripleEntropy", tmp_path, seeds=2)
+    rng, results = np.random.default_rng(0), []
+    for planned in work.studies:
+        shared = rng.normal(0.8, 0.05, size=10)
+        values: dict[str, dict[str, dict[str, float]]] = {}
+        for run in (run for run in planned.runs if run.arm.name != "encoder"):
+            assert isinstance(run.config, ClassifierConfig)
+            place = run.replicate.number * 5 + run.replicate.fold
+            gain = {"cross-entropy": 0.0, "TripleEntropy": 0.001 * place, "SupCon": -0.01}[run.arm.name.split(", ")[1]]
+            size = run.config.data.num_examples
+            scores = {"validation/accuracy": shared[place] + gain, "num_train": 0.8 * size, "num_held_out": 0.2 * size}
+            values.setdefault(run.arm.name, {})[run.replicate.name] = scores
+        results.append(StudyResult.of(planned.study, values, planned.test_share))
+    first, *_ = found = gains(results[0])
+    assert [(gain.data, gain.loss, gain.num_sentences) for gain in found[:2]] == [
+        ("TREC", "TripleEntropy", 1000.0),
+        ("TREC", "SupCon", 1000.0),
+    ]
+    assert first.paper == pytest.approx(82.09 - 79.8)
+    wanted = estimate((0.1 * np.arange(10)).tolist(), 0.25)
+    assert (first.estimate.mean, first.estimate.half_width) == pytest.approx((wanted.mean, wanted.half_width))
+    table = as_markdown(work, results, {})
+    cells = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| TREC |")
+    ]
+    assert cells == [["TREC", "1,000", "+2.29", "+0.45 ± 0.41", "", "-1.00 ± 0.00"]]
+    figure = draw(results)
+    assert figure is not None
+    panel = figure.axes[-1]
+    assert panel.get_ylabel() == "gain over cross-entropy, points"
+    points = panel.containers[0].lines[0].get_xydata()
+    assert points == pytest.approx(np.array([[size, 0.45] for size in (1000, 1000, 250, 1000, 3500)]))
 
 
 def test_a_part_of_a_claim_does_not_make_it_hold(tmp_path: Path) -> None:

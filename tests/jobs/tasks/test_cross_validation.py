@@ -12,14 +12,14 @@ import pytest
 import torch
 from scipy.stats import ttest_1samp
 
-from jobs.engine.identity import configuration_hash, with_fields
+from jobs.engine.identity import configuration_hash, fixed_values, with_fields
 from jobs.studies.cross_validation import as_markdown, make_rows
 from jobs.studies.estimates import estimate
 from jobs.tasks.classifier.config import CrossValidationConfig
-from jobs.tasks.classifier.data import folds, read_data, read_fold
+from jobs.tasks.classifier.data import build_model, folds, read_data, read_fold
 from jobs.tasks.classifier.task import sentence_tensors
 from jobs.tasks.presets.classifiers import PRESETS
-from pipelines.text.tokenization import train_wordpiece
+from pipelines.text.tokenization import load_tokenizer, train_wordpiece
 
 
 @pytest.fixture
@@ -45,6 +45,25 @@ def test_cells_that_are_compared_have_the_same_folds_and_the_same_start(config: 
     (_, train, test), (_, other_train, other_test) = (read_fold(cell) for cell in cells[:2])
     np.testing.assert_array_equal(train.token_ids, other_train.token_ids)
     np.testing.assert_array_equal(test.labels, other_test.labels)
+
+
+def test_the_supervised_contrastive_loss_is_a_setting_beside_the_others(config: CrossValidationConfig) -> None:
+    config = with_fields(
+        config, {"model.path": "", "model.hidden_size": 16, "model.num_layers": 1, "model.num_heads": 2}
+    )
+    grid = replace(config.grid, contrastive_weight=(0.5, 0.9), seeds=(2,), num_folds=2)
+    names = [setting.name for setting in grid.settings]
+    assert names == ["ce", "supcon-weight0.5-tau0.3", "supcon-weight0.9-tau0.3", config.grid.settings[-1].name]
+    cell = replace(config, grid=grid).cells()[2]
+    model = build_model(cell, load_tokenizer(str(config.data.tokenizer), needs_eos=False), ("a", "b"))
+    assert (model.contrastive_weight, model.contrastive_temperature, model.soft_triple) == (0.9, 0.3, None)
+    assert "grid.contrastive_weight" not in fixed_values(config)  # Earlier runs are continued.
+    for values, message in (
+        ((1.5,), r"grid\.contrastive_weight = 1\.5 must lie in \[0, 1\]"),
+        ((0.0,), "cross-entropy alone"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(config.grid, contrastive_weight=values)
 
 
 @pytest.mark.parametrize(("with_padding", "with_types"), [(False, True), (True, False)])
