@@ -1,8 +1,9 @@
-"""Figures that need no training: parameter counts, and the time of training steps and of generation."""
+"""Figures that need no training: parameter counts, gradient scales, and the time of training steps and of generation."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +16,8 @@ from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.presets import clip
 from jobs.tasks.presets.language_models import PRESETS
+from tempnet.contrastive.normalisers import in_batch
+from tempnet.contrastive.tiles import artanh_slope, clamp_cosines
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.network import TempNet
 from tempnet.network_config import TempNetConfig
@@ -24,6 +27,16 @@ _NETWORKS = {
     "CLIP": (2, TempNetConfig.for_embeddings(256, rho=8.0)),
     "GPT-2": (1, TempNetConfig.for_logits(50_304)),
     "LLaMA 7B": (1, TempNetConfig.for_logits(32_000)),
+}
+
+COSINES = (-0.9, -0.5, 0.0, 0.3, 0.5, 0.7, 0.9, 0.99, 0.999)
+"""Cosines C at which the gradient scale is measured."""
+# Name of a form → (τ, number N of texts); τ None: the temperature-free loss.
+_FORMS = {
+    **{f"τ = {tau:g}": (tau, 2) for tau in (0.07, 0.1, 0.25, 0.5, 1.0)},
+    "temperature-free": (None, 2),
+    **{f"τ = 0.25, N = {size}": (0.25, size) for size in (2, 4, 8, 16)},
+    **{f"temperature-free, N = {size}": (None, size) for size in (2, 16)},
 }
 
 _NUM_ROUNDS = 8
@@ -44,6 +57,24 @@ def count_parameters(scale: str, seed: int) -> dict[str, dict[str, float]]:
         formula = d0 * d1 + d1 + d1 * d2 + d2 + 2
         counts[base] = {"parameters": float(number * counted), "formula": float(number * formula)}
     return counts
+
+
+def measure_gradient_scales(scale: str, seed: int) -> dict[str, dict[str, float]]:
+    """Returns |∂loss/∂C| of an anchor whose positive has the cosine C and whose N − 1 negatives have −C, for every form.
+
+    The scenario is that of arXiv 2501.17683, Figures 2 to 5. The slopes are those that the training loss gives to its
+    similarities: with W the sum of the negatives' weights, the positive's is −W and the negatives' together W.
+    """
+    scales = {}
+    for name, (tau, size) in _FORMS.items():
+        cosines = torch.tensor([COSINES, COSINES], dtype=torch.float64)
+        scores = cosines if tau else 2.0 * clamp_cosines(cosines).atanh()
+        temperature = torch.full_like(scores, tau or 1.0)
+        log_sums = math.log(size - 1) - 2.0 * scores / temperature
+        weights = in_batch(log_sums, temperature, torch.ones(len(COSINES), dtype=torch.bool)).log_weight[0].exp()
+        slopes = 2.0 * weights if tau else 2.0 * weights * artanh_slope(cosines[0])
+        scales[name] = {f"slope at {cosine:g}": slope for cosine, slope in zip(COSINES, slopes.tolist(), strict=True)}
+    return scales
 
 
 def measure_overhead(scale: str, seed: int) -> dict[str, dict[str, float]]:

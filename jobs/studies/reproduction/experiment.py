@@ -43,6 +43,8 @@ class Measure:
     digits: int = 2
     is_exact: bool = False
     """Whether the measure is not random, so that one seed is enough."""
+    place: float = math.nan
+    """Place on the horizontal axis, if the measures of a study are points of a curve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,8 @@ class Study:
     """How exports are scored, in addition to the validation of their training; None: they are not."""
     direct: Callable[[Scale, int], Mapping[str, Scores]] | None = None
     """Measures figures without training: (scale, number of a seed) → arm → figures. None: the arms are trained."""
+    axis: str = ""
+    """Title of the horizontal axis of a curve that the measures are points of. Empty: they are no curve."""
     notes: tuple[str, ...] = ()
     """Notes for the reader of the table, including commands for what is not measured."""
 

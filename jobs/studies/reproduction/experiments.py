@@ -15,6 +15,7 @@ it does not say from its `kind`:
                         of the sum, and its bounds (`Statement`)
     changes             fields with other values in all arms
     direct              what measures without training (`jobs.studies.reproduction.direct`)
+    axis                title of the horizontal axis, if the measures are points of a curve
     notes, commands     for the reader
 
 `measures`, `scoring`, `claims` and `changes` may have a value for each scale.
@@ -59,7 +60,15 @@ _RETRIEVAL = {
 _CLASSIFICATION = {"CIFAR-10": "cifar10/top@1", "CIFAR-100": "cifar100/top@1", "ImageNet": "imagenet/top@1"}
 
 
-def _score(name: str, title: str, key: str, factor: float = 1.0, digits: int = 2, is_exact: bool = False) -> Measure:
+def _score(
+    name: str,
+    title: str,
+    key: str,
+    factor: float = 1.0,
+    digits: int = 2,
+    is_exact: bool = False,
+    place: float = math.nan,
+) -> Measure:
     """Returns a measure that is one of the scores times a factor; NaN if the run lacks the score."""
     return Measure(
         name=name,
@@ -67,6 +76,7 @@ def _score(name: str, title: str, key: str, factor: float = 1.0, digits: int = 2
         value=lambda scores: factor * scores.get(key, math.nan),
         digits=digits,
         is_exact=is_exact,
+        place=place,
     )
 
 
@@ -115,6 +125,10 @@ _UNIQUE = (
     _score("parameters", "counted", "parameters", digits=0, is_exact=True),
     _score("formula", "formula", "formula", digits=0, is_exact=True),
     *(_score(name, name, name, digits=3) for name in ("training", "generation")),
+    *(
+        _score(f"at {at:g}", f"C = {at:g}", f"slope at {at:g}", digits=4, is_exact=True, place=at)
+        for at in direct.COSINES
+    ),
     *(_score(f"{name}_speed", f"{name}, tokens/s", f"{name}_speed", digits=0) for name in ("training", "generation")),
 )
 MEASURES: dict[str, Measure] = {
@@ -240,6 +254,7 @@ def _make_study(entry: Mapping[str, Any], scale: Scale) -> Study | None:
         changes=_at(entry.get("changes", {}), scale),
         scoring=getattr(scoring, kind)(**fields) if kind else None,
         direct=getattr(direct, entry["direct"]) if "direct" in entry else None,
+        axis=entry.get("axis", ""),
         notes=(*entry.get("notes", ()), *entry.get("commands", ())),
     )
 
@@ -256,7 +271,14 @@ def _read() -> Iterator[Experiment]:
 EXPERIMENTS: dict[str, Experiment] = {experiment.id: experiment for experiment in _read()}
 """Id → experiment, in the order in which the help lists them."""
 
-ALIASES = {"T7": "T3", "T8": "T3", "T9": "T3", "F10": "F2", "F5-left": "F5"}
+ALIASES = {
+    "T7": "T3",
+    "T8": "T3",
+    "T9": "T3",
+    "F10": "F2",
+    "F5-left": "F5",
+    **{f"TF-F{number}": "TF-F1" for number in range(2, 6)},
+}
 """Id of a table or figure → id of the experiment that it is a part of."""
 
 

@@ -304,10 +304,12 @@ def draw(results: Sequence[StudyResult]) -> Figure | None:
     for result in results:
         study = result.study
         measures = [
-            one for one in study.measures if not one.is_exact and any(result.values(arm, one) for arm in study.arms)
+            one
+            for one in study.measures
+            if (study.axis or not one.is_exact) and any(result.values(arm, one) for arm in study.arms)
         ]
         if measures:
-            height = 4.0 if isinstance(study.scoring, History) else 1.2 + 0.32 * len(study.arms)
+            height = 4.0 if study.axis or isinstance(study.scoring, History) else 1.2 + 0.32 * len(study.arms)
             drawn.append((result, measures[:_MAX_NUM_PANELS], height))
     if not drawn:
         return None
@@ -319,7 +321,7 @@ def draw(results: Sequence[StudyResult]) -> Figure | None:
     rows = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     for row, (result, measures, _) in zip(rows[: len(drawn)], drawn, strict=True):
         row.suptitle(result.study.title)
-        if isinstance(result.study.scoring, History):
+        if result.study.axis or isinstance(result.study.scoring, History):
             _draw_course(row.subplots(), result)
             continue
         for panel, measure in zip(row.subplots(1, len(measures), squeeze=False, sharey=True)[0], measures, strict=True):
@@ -361,16 +363,21 @@ def _draw_measure(panel: Axes, result: StudyResult, measure: Measure) -> None:
 
 
 def _draw_course(panel: Axes, result: StudyResult) -> None:
-    """Draws a line with intervals for every arm over the course of training."""
-    measures = result.study.measures
+    """Draws a line with intervals for every arm over the course of training, or over the axis of a curve."""
+    measures, axis = result.study.measures, result.study.axis
     for arm in result.study.arms:
         estimates = [result.estimate(arm, measure) for measure in measures]
         points = [
-            ((number + 1) / len(measures), one.mean, one.half_width) for number, one in enumerate(estimates) if one
+            (measure.place if axis else (number + 1) / len(measures), one.mean, 0.0 if axis else one.half_width)
+            for number, (measure, one) in enumerate(zip(measures, estimates, strict=True))
+            if one
         ]
         shares, means, half_widths = zip(*points, strict=True) if points else ((), (), ())
         panel.errorbar(shares, means, yerr=half_widths, marker="o", capsize=3, label=arm.name)
     title = measures[-1].title.replace(f" after {len(measures)}/{len(measures)}", "")
-    panel.set(xlabel="share of the steps", ylabel=title)
+    if axis:
+        panel.set(xlabel=axis, ylabel=result.study.title.partition(" (")[0], yscale="log")
+    else:
+        panel.set(xlabel="share of the steps", ylabel=title)
     panel.grid(alpha=0.3)
     panel.legend()

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import strategies as st
 
 from jobs.engine.config import TrackingSection
@@ -20,7 +21,7 @@ from jobs.studies.estimates import estimate
 from jobs.studies.reproduction import launch
 from jobs.studies.reproduction.config import ReproduceConfig
 from jobs.studies.reproduction.cost import cost_of
-from jobs.studies.reproduction.direct import count_parameters, time_in_turn
+from jobs.studies.reproduction.direct import COSINES, count_parameters, measure_gradient_scales, time_in_turn
 from jobs.studies.reproduction.experiment import Measure, Statement, above, below, between, equal
 from jobs.studies.reproduction.experiments import ALIASES, EXPERIMENTS, find, read_claim
 from jobs.studies.reproduction.plan import Reproduction, list_needed_paths, make_reproduction
@@ -40,6 +41,8 @@ from jobs.tasks.classifier.config import ClassifierConfig
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.presets.language_models import PRESETS
 from jobs.tasks.sentence_encoder.config import SentenceConfig
+from tempnet.contrastive.config import ContrastiveLossConfig
+from tempnet.contrastive.losses import ContrastiveLoss
 
 MEASURES = {"x": Measure(name="x", title="x", value=lambda scores: scores["x"])}
 FIGURES = st.lists(st.floats(-100, 100), min_size=2, max_size=6)
@@ -92,6 +95,42 @@ def test_every_table_and_figure_of_the_list_has_its_experiment() -> None:
     assert wanted <= {*EXPERIMENTS, *ALIASES}
     assert set(ALIASES.values()) <= set(EXPERIMENTS)
     assert find("t4").id == "T4"
+
+
+def test_gradient_scales_are_those_of_the_losses() -> None:
+    """Against autograd of the cross-entropy, of the whole loss for two pairs, and the closed forms of arXiv 2501.17683."""
+    found = measure_gradient_scales("small", 0)
+    for name, scales in found.items():
+        is_free, size = "free" in name, int(name.partition("N = ")[2] or 2)
+        tau = float(name.partition("τ = ")[2].partition(",")[0] or 1)
+        for at, scale in zip(COSINES, scales.values(), strict=True):
+            cosine = torch.tensor(at, dtype=torch.float64, requires_grad=True)
+            scores = torch.stack([cosine, *[-cosine] * (size - 1)])
+            logits = ((1 + scores) / (1 - scores)).log() if is_free else scores / tau
+            (slope,) = torch.autograd.grad(-logits.log_softmax(0)[0], cosine)
+            closed = 2 / tau * (size - 1) / (size - 1 + math.exp(2 * at / tau))
+            if is_free:
+                closed = 4 * (size - 1) * (1 - at) / ((1 + at) * ((1 + at) ** 2 + (size - 1) * (1 - at) ** 2))
+            assert scale == pytest.approx(-float(slope), rel=1e-9) == pytest.approx(closed, rel=1e-9)
+            if "N" not in name:  # Both sides of both pairs have the cosines C and −C.
+                config = ContrastiveLossConfig.for_name("temperature_free" if is_free else "clip_fixed", tau=tau)
+                text = torch.stack([cosine, (1 - cosine.square()).sqrt()])
+                image, ids = torch.tensor([[1.0, 0.0], [-1.0, 0.0]], dtype=torch.float64), torch.arange(2)
+                whole = ContrastiveLoss(config)(image, torch.stack([text, -text]), ids, ids, gamma=1.0)["loss"]
+                assert scale == pytest.approx(-float(torch.autograd.grad(whole, cosine)[0]), rel=1e-6)
+    assert find("TF-F4") is find("TF-F1")
+    free = list(found["temperature-free, N = 16"].values())
+    assert free == sorted(free, reverse=True)
+
+
+def test_a_curve_is_drawn_over_its_axis() -> None:
+    (study, _) = find("TF-F1").studies["small"]
+    scales = measure_gradient_scales("small", 0)
+    figure = draw([StudyResult.of(study, {arm.name: {"0": scales[arm.name]} for arm in study.arms})])
+    assert figure is not None
+    (panel,) = figure.axes
+    assert panel.get_xlabel() == study.axis
+    assert [line.get_xdata().tolist() for line in panel.lines if len(line.get_xdata()) > 1][:6] == [list(COSINES)] * 6
 
 
 def test_a_base_of_the_same_seed_is_started_from(tmp_path: Path) -> None:
