@@ -158,7 +158,7 @@ def supervised_contrastive_loss(embeddings: Tensor, labels: Tensor, temperature:
 
 
 def check_contrastive(weight: float, temperature: float) -> None:
-    """Check λ and τ of the supervised contrastive loss; a wrong one raises ValueError, which names it."""
+    """Check λ and τ of the supervised contrastive loss."""
     if not 0.0 <= weight <= 1.0:
         raise ValueError(f"contrastive_weight = {weight:g} must lie in [0, 1]")
     if not 0.0 < temperature < math.inf:

@@ -4,8 +4,7 @@ All files are read completely into memory. The classification tasks are
 
     MR, CR, SUBJ, MPQA   two files, one per class, with one sentence per line                   10-fold cross-validation
     IMDb                 aclImdb/{train,test}/{neg,pos}/*.txt, or aclImdb_v1.tar.gz as it is    the same, on both parts
-    SST2                 SST/binary/sentiment-{train,dev,test}: sentence, tab, label            the given split
-    SST5                 SST/fine/sentiment-{train,dev,test}: label, space, sentence            the given split
+    SST2, SST5           SST/{binary,fine}/sentiment-{train,dev,test}: sentence and label       the given split
     TREC                 train_5500.label, TREC_10.label: `LABEL:detail question`               the given split
     MRPC                 msr_paraphrase_{train,test}.txt: label, two numbers, two sentences     the given split
     SICKEntailment       SICK_{train,trial,test_annotated}.txt: number, pair, score, label      the given split
@@ -94,17 +93,26 @@ def _make_probing(file: str) -> TaskFiles:
 
     def parser(own: str) -> Parser:
         def parse(line: str) -> Record | None:
-            mark, _, rest = line.partition("\t")
+            mark = line.partition("\t")[0]
             if mark not in marks.values() and own == "tr":  # so that it is counted once, not in every part
                 raise ValueError(f"{mark[:20]!r} is none of tr, va, te")
-            if mark != own:
-                return None
-            label, sentence = rest.split("\t")
-            return label, sentence, None
+            return _columns(3, 1, 2)(line) if mark == own else None
 
         return parse
 
     return TaskFiles({part: (((f"probing/{file}.txt",), parser(mark)),) for part, mark in marks.items()})
+
+
+def _columns(count: int, label: int, first: int, second: int | None = None) -> Parser:
+    """Return a parser of lines of `count` columns, which have the label and the sentences at these numbers, from 0."""
+
+    def parse(line: str) -> Record:
+        entries = line.split("\t")
+        if len(entries) != count:
+            raise ValueError(f"{len(entries)} columns instead of {count}")
+        return entries[label].strip(), entries[first], None if second is None else entries[second]
+
+    return parse
 
 
 def _parse_sentence_and_label(line: str) -> Record:
@@ -115,21 +123,6 @@ def _parse_sentence_and_label(line: str) -> Record:
 def _parse_label_and_question(line: str) -> Record:
     label, _, sentence = line.partition(" ")
     return label.partition(":")[0], sentence, None
-
-
-def _parse_pair(line: str) -> Record:
-    label, first, second = line.split("\t")
-    return label, first, second
-
-
-def _parse_paraphrase(line: str) -> Record:
-    label, _, _, first, second = line.split("\t")
-    return label, first, second
-
-
-def _parse_sick(line: str) -> Record:
-    _, first, second, _, label = line.split("\t")
-    return label, first, second
 
 
 PROBING_FILES = {
@@ -159,16 +152,18 @@ TASK_FILES: dict[str, TaskFiles] = {
         ("ABBR", "DESC", "ENTY", "HUM", "LOC", "NUM"),
         ("train_5500", "TREC_10"),
     ),
-    "MRPC": _make_split("MRPC/msr_paraphrase_{}.txt", _parse_paraphrase, "01", ("train", "test"), num_header_lines=1),
+    "MRPC": _make_split(
+        "MRPC/msr_paraphrase_{}.txt", _columns(5, 0, 3, 4), "01", ("train", "test"), num_header_lines=1
+    ),
     "SICKEntailment": _make_split(
         "SICK/SICK_{}.txt",
-        _parse_sick,
+        _columns(5, 4, 1, 2),
         ("CONTRADICTION", "NEUTRAL", "ENTAILMENT"),
         ("train", "trial", "test_annotated"),
         num_header_lines=1,
     ),
     "SNLI": _make_split(
-        "SNLI/labels.{} SNLI/s1.{} SNLI/s2.{}", _parse_pair, ("entailment", "neutral", "contradiction")
+        "SNLI/labels.{} SNLI/s1.{} SNLI/s2.{}", _columns(3, 0, 1, 2), ("entailment", "neutral", "contradiction")
     ),
     **{name: _make_probing(file) for name, file in PROBING_FILES.items()},
 }
@@ -185,7 +180,7 @@ JUDGEMENT_FILES = {
 } | {"STSBenchmark": (("STS/STSBenchmark/sts-test.csv",),), "SICKRelatedness": (("SICK/SICK_test_annotated.txt",),)}
 """Name of judgements of SentEval → the files of each of their data sets: scores and pairs, or one file of test pairs."""
 _REVIEWS, _REVIEWS_ARCHIVE, _NUM_REVIEWS = "aclImdb", "aclImdb_v1.tar.gz", 50_000
-_REVIEW = re.compile(rf"{_REVIEWS}/(?:train|test)/(neg|pos)/[^/]+\.txt")
+_REVIEW = re.compile(rf"{_REVIEWS}/(?:train|test)/(?:neg|pos)/[^/]+\.txt")
 
 
 class LineProblemKind(StrEnum):
@@ -347,12 +342,7 @@ def read_labelled(path: str | Path, class_names: Sequence[str] = ()) -> Sentence
             f"{path}: the first line has {num_columns} columns; expected a label, a sentence and optionally a second sentence"
         )
 
-    def parse(line: str) -> Record:
-        label, *sentences = line.split("\t")
-        if len(sentences) != num_columns - 1:
-            raise ValueError(f"{len(sentences) + 1} columns where the first line has {num_columns}")
-        return label.strip(), sentences[0], sentences[1] if num_columns == 3 else None
-
+    parse = _columns(num_columns, 0, 1, 2 if num_columns == 3 else None)
     records = list(reader.records(path.parent, (path.name,), parse, class_names))
     names = tuple(class_names) or tuple(sorted({label for label, _, _ in records}))
     if len(names) < 2:
@@ -366,26 +356,21 @@ def read_labelled(path: str | Path, class_names: Sequence[str] = ()) -> Sentence
     )
 
 
-def read_judgements(path: str | Path, name: str) -> Judgements:
+def read_senteval(directory: str | Path, name: str) -> SentenceTask | Judgements:
+    """Read one of SentEval's tasks or judgements (SENTEVAL_NAMES) below a directory or URI."""
+    files = JUDGEMENT_FILES.get(name)
+    return read_judgements(_root(directory, name), name, files) if files else read_task(directory, name)
+
+
+def read_judgements(path: str | Path, name: str, files: Sequence[tuple[str, ...]] = ()) -> Judgements:
     """Read similarity judgements from a file with a score and two sentences per line, separated by tabs.
 
     In lines of seven or more columns, as in the STS benchmark, these are the fifth to the seventh column; in lines of five,
     as in SICK, the fourth, the second and the third. A line with an empty score, as in some STS files, is skipped and is not
-    a problem. Fewer than three pairs raise ValueError.
+    a problem. Fewer than three pairs raise ValueError. With `files`, they are those of data sets in the directory `path`.
     """
     place = Path(local_copy(str(path)))
-    return _judge(place.parent, name, [(place.name,)], 0)
-
-
-def read_senteval(directory: str | Path, name: str) -> SentenceTask | Judgements:
-    """Read one of SentEval's tasks or judgements (SENTEVAL_NAMES) below a directory or URI."""
-    if name not in JUDGEMENT_FILES:
-        return read_task(directory, name)
-    return _judge(_root(directory, name), name, JUDGEMENT_FILES[name], int(name == "SICKRelatedness"))
-
-
-def _judge(place: Path, name: str, sets: Sequence[tuple[str, ...]], num_header_lines: int) -> Judgements:
-    """Read judgements in one or several data sets, each of one file or of a file of scores and one of pairs."""
+    place, sets = (place, files) if files else (place.parent, [(place.name,)])
 
     def parse(line: str) -> Record | None:
         entries = line.split("\t")
@@ -397,13 +382,11 @@ def _judge(place: Path, name: str, sets: Sequence[tuple[str, ...]], num_header_l
         return str(float(score)), first, second
 
     reader, records, sizes = _Reader(), list[Record](), list[int]()
-    for files in sets:
-        found = list(reader.records(place, files, parse, (), num_header_lines))
+    for names in sets:
+        found = list(reader.records(place, names, parse, (), int(bool(files) and name == "SICKRelatedness")))
         if len(found) < 3:
-            where = " and ".join(str(place / file) for file in files)
-            raise ValueError(
-                f"{where} holds {len(found)} pairs of sentences with a score: a correlation needs 3 or more"
-            )
+            where = f"{place / names[-1]} holds {len(found)} pairs of sentences with a score"
+            raise ValueError(f"{where}: a correlation needs 3 or more")
         records += found
         sizes.append(len(found))
     return Judgements(
@@ -464,37 +447,37 @@ class _Reader:
                 yield label, first.strip(), None if second is None else second.strip()
 
     def reviews(self, directory: Path) -> Iterator[Record]:
-        """Yield IMDb's reviews, ordered by their names in the archive, from its folder or from the archive itself."""
-        place, reviews = directory / _REVIEWS, dict[str, bytes]()
+        """Yield IMDb's reviews, in the order of their names, from its folder or else from the archive itself."""
+        place = directory / _REVIEWS
         if place.is_dir():
-            for path in place.glob("*/*/*.txt"):
-                if _REVIEW.fullmatch(name := f"{_REVIEWS}/{path.relative_to(place).as_posix()}"):
-                    reviews[name] = path.read_bytes()
+            files = {path.relative_to(directory).as_posix(): path for path in place.glob("t*/[np]*/*.txt")}
+            reviews = {name: path.read_bytes() for name, path in files.items() if _REVIEW.fullmatch(name)}
         else:
-            self._read_archive(directory / _REVIEWS_ARCHIVE, reviews)
-        for name in sorted(reviews):
-            found = _REVIEW.fullmatch(name)
-            assert found is not None
-            record = {"neg": "negative", "pos": "positive"}[found[1]], _decode(reviews[name]).strip(), None
+            reviews = self._read_archive(directory / _REVIEWS_ARCHIVE)
+        for name, content in sorted(reviews.items()):
+            label = "positive" if "/pos/" in name else "negative"
+            record = label, _decode(content).strip(), None
             if self._is_whole(record, name, ()):
                 yield record
 
-    def _read_archive(self, path: Path, reviews: dict[str, bytes]) -> None:
-        """Read the reviews of the archive, of which those that are missing are counted if it cannot be read to its end."""
+    def _read_archive(self, path: Path) -> dict[str, bytes]:
+        """Return the reviews in the archive by name; if it cannot be read to its end, those that are missing are counted."""
+        reviews: dict[str, bytes] = {}
         with path.open("rb") as file:
             try:
                 for info, member in tar_members(Decompressed(decompress(file, 0, ArchiveFormat.JSONL_GZ))):
-                    if not _REVIEW.fullmatch(name := info.name.removeprefix("./")):
+                    name = info.name.removeprefix("./")
+                    if not _REVIEW.fullmatch(name):
                         continue
                     if not info.isreg() or info.size > MAX_RECORD_BYTES:
-                        detail = f"no plain file of at most {MAX_RECORD_BYTES} bytes"
-                        self._skip(LineProblemKind.UNREAD_REVIEW, name, detail)
+                        self._skip(LineProblemKind.UNREAD_REVIEW, name, "no plain file of a review's size")
                         continue
                     content = member.read(info.size)
                     if not member.is_cut:
                         reviews[name] = content
             except (DamagedError, tarfile.TarError) as error:
                 self._skip(LineProblemKind.UNREAD_REVIEW, path.name, str(error), max(1, _NUM_REVIEWS - len(reviews)))
+        return reviews
 
     def _is_whole(self, record: Record, where: str, class_names: Sequence[str]) -> bool:
         """Return whether a record has all that it needs; otherwise it is counted."""

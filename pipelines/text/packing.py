@@ -276,7 +276,7 @@ class DocumentConfig:
 
     def describe(self, num_rows: int, num_documents: int) -> str:
         """Describe what is stored of `num_documents` documents, for a human reader."""
-        others = "are shorter" if self.share == 1.0 else f"are shorter or not in the share of {self.share:g}"
+        others = "are shorter" + " or not in the share" * (self.share < 1.0)
         return f"{num_rows} with {self.least_num_tokens} tokens or more ({num_documents - num_rows} {others})"
 
     def _keeps(self, tokens: np.ndarray) -> bool:

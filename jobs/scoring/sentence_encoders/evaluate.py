@@ -124,11 +124,6 @@ class SentenceEncoderSpec(ModelSpec):
     num_tokens: int
     """Maximum number of tokens per sentence; longer sentences are cut. 0 for word vectors."""
 
-    @property
-    def vectors(self) -> str:
-        """Path or URI of the word vectors; empty for a Transformers encoder."""
-        return self.path.removeprefix(_GLOVE) if self.path.startswith(_GLOVE) else ""
-
     @classmethod
     def read(cls, label: str, path: str, config: EvaluateSentencesConfig) -> SentenceEncoderSpec:
         """Returns the description of an encoder, which is loaded once to check that it can be (of vectors, the first lines).
@@ -137,19 +132,16 @@ class SentenceEncoderSpec(ModelSpec):
             ValueError: naming the path, if there is no encoder, if it has no tokenizer, or if it has fewer positions
                 than `num_tokens`.
         """
-        if path.startswith(_GLOVE):
-            try:
-                file = local_copy(path.removeprefix(_GLOVE))
-                WordVectors.read(file, num_lines=100)
-            except (OSError, ValueError) as error:
-                raise ValueError(f"models: {error}") from error
-            digest = files_digest([Path(file)])
-            return cls(label=label, path=_GLOVE + absolute_path(path.removeprefix(_GLOVE)), digest=digest, num_tokens=0)
+        file = path.removeprefix(_GLOVE)
         try:
-            check_source(place := local_copy(path))
+            check_source(place := local_copy(file))
+            if file != path:
+                WordVectors.read(place, num_lines=100)
+                digest = files_digest([Path(place)])
+                return cls(label=label, path=_GLOVE + absolute_path(file), digest=digest, num_tokens=0)
             encoder = SentenceEncoder.from_pretrained(place).encoder
             load_tokenizer(path, needs_eos=False)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise ValueError(f"models: {error}") from error
         most = num_positions(encoder.config) or _MOST_TOKENS
         if config.num_tokens > most:
@@ -216,8 +208,8 @@ class CellComputer:
         )
 
     def _load(self, spec: SentenceEncoderSpec) -> Embed:
-        if spec.vectors:
-            vectors = WordVectors.read(local_copy(spec.vectors))
+        if spec.path.startswith(_GLOVE):
+            vectors = WordVectors.read(local_copy(spec.path.removeprefix(_GLOVE)))
             return lambda texts: (vectors.embed(texts), 0)
         config, tokenizer = self._config, load_tokenizer(spec.path, needs_eos=False)
         model = SentenceEncoder.from_pretrained(local_copy(spec.path), autocast_dtype=_DTYPES[config.precision])

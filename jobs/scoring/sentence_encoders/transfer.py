@@ -102,11 +102,6 @@ def _chosen_within(data: Labelled, num_folds: int, seed: int, strengths: Sequenc
 
 
 def _folds(data: Labelled, num_folds: int, seed: int) -> list[tuple[Labelled, Labelled]]:
-    smallest = int(np.bincount(data.labels).min())
-    if smallest < num_folds:
-        raise ValueError(
-            f"{num_folds} folds need as many sentences of every class, and one has {smallest}: choose fewer folds"
-        )
     splitter = StratifiedKFold(num_folds, shuffle=True, random_state=seed)
     return [(data[inside], data[outside]) for inside, outside in splitter.split(data.features, data.labels)]
 

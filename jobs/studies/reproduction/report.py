@@ -18,7 +18,7 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import matplotlib
 
@@ -174,16 +174,14 @@ def _figures(result: StudyResult) -> str:
     return markdown_table(rows)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gain:
-    """What a loss gains over cross-entropy on a data set, in points of accuracy."""
+class Gain(NamedTuple):
+    """What a loss gains over cross-entropy on a data set, in points; NaN for the paper's gain where it has none."""
 
     data: str
     loss: str
     num_sentences: float
     estimate: Estimate
     paper: float
-    """The paper's gain; NaN where it has none."""
 
 
 def gains(result: StudyResult) -> list[Gain]:
@@ -197,12 +195,11 @@ def gains(result: StudyResult) -> list[Gain]:
         (measure,) = result.study.measures
         statement = above(name, baseline.name, measure.name)
         judged = judge(statement, result.replicates, {measure.name: measure}, test_share=result.test_share)
-        if judged.estimate is None:
-            continue
-        scores = next(iter(result.replicates[name].values()))
-        size = scores.get("num_train", math.nan) + scores.get("num_held_out", math.nan)
-        paper = arm.paper[0] - baseline.paper[0] if arm.paper and baseline.paper else math.nan
-        found.append(Gain(data=data, loss=loss, num_sentences=size, estimate=judged.estimate, paper=paper))
+        if judged.estimate is not None:
+            scores = next(iter(result.replicates[name].values()))
+            size = scores.get("num_train", math.nan) + scores.get("num_held_out", math.nan)
+            paper = arm.paper[0] - baseline.paper[0] if arm.paper and baseline.paper else math.nan
+            found.append(Gain(data, loss, size, judged.estimate, paper))
     return found
 
 
@@ -335,9 +332,8 @@ def _draw_gains(panel: Axes, found: Sequence[Gain]) -> None:
     """Draws the gains over the number of sentences, with their intervals, and the paper's as crosses."""
     for number, loss in enumerate(dict.fromkeys(gain.loss for gain in found)):
         own = [gain for gain in found if gain.loss == loss]
-        sizes, color = [gain.num_sentences for gain in own], f"C{number}"
-        estimates = [gain.estimate for gain in own]
-        means, widths = [one.mean for one in estimates], [one.half_width for one in estimates]
+        sizes, means = [gain.num_sentences for gain in own], [gain.estimate.mean for gain in own]
+        widths, color = [gain.estimate.half_width for gain in own], f"C{number}"
         panel.errorbar(sizes, means, yerr=widths, fmt="o", capsize=3, color=color, label=loss)
         panel.plot(sizes, [gain.paper for gain in own], "x", color=color, label=f"{loss}, paper")
         for gain in own:

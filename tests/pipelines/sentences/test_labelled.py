@@ -174,7 +174,7 @@ def test_ones_own_labels_and_pairs(tmp_path: Path) -> None:
     assert task.parts["all"].first == ["fine .", "café"]
     assert task.parts["all"].labels.tolist() == [1, 0]
     assert task.problems == {"empty_sentence": 1, "missing_field": 2}
-    assert task.examples[1] == "mine.tsv:4 (missing_field: 1 columns where the first line has 2)"
+    assert task.examples[1] == "mine.tsv:4 (missing_field: 1 columns instead of 2)"
     path.write_text("same\ta\tb\nother\tc\td\nnone\te\tf\n")
     task = read_labelled(path, ("same", "other"))
     assert task.parts["all"].second == ["b", "d"]
