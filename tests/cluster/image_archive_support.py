@@ -1,9 +1,8 @@
-"""Makes JPEGs of noise and tars, and reads and prepares archives of images."""
+"""Makes JPEGs of noise, and reads and prepares archives of images."""
 
 from __future__ import annotations
 
 import io
-import tarfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -23,16 +22,6 @@ def jpeg(seed: int = 0, size: tuple[int, int] = (20, 16)) -> bytes:
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "JPEG")
-    return buffer.getvalue()
-
-
-def tar(members: Members) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as file:
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            file.addfile(info, io.BytesIO(data))
     return buffer.getvalue()
 
 

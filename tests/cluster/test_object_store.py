@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from image_archive_support import tar
 from language_model_support import assert_same_losses
 from PIL import Image
 from s3_support import ObjectStore, run_object_store
 from support import LANGUAGE_MODEL_OPTIONS, ROOT
+from text_archive_support import tar
 
 from pipelines.images.manifest import ImageManifest
 from pipelines.images.pairs import PairSource

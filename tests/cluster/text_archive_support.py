@@ -8,8 +8,9 @@ import io
 import json
 import lzma
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -40,10 +41,11 @@ def zst(data: bytes, *, num_frames: int = 1, flush_lines: bool = False) -> bytes
     return frames
 
 
-def tar(members: dict[str, bytes] | list[tuple[str, bytes]]) -> bytes:
+def tar(members: Mapping[str, bytes] | Iterable[tuple[str, bytes]], **options: Any) -> bytes:
+    """Return a tar of files; the options are those of `tarfile.open`, such as its format."""
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as file:
-        for name, data in members.items() if isinstance(members, dict) else members:
+    with tarfile.open(fileobj=buffer, mode="w", **options) as file:
+        for name, data in members.items() if isinstance(members, Mapping) else members:
             info = tarfile.TarInfo(name)
             info.size = len(data)
             file.addfile(info, io.BytesIO(data))

@@ -7,7 +7,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from image_archive_support import jpeg, tar
+from image_archive_support import jpeg
+from text_archive_support import tar
 
 from jobs.prepare_images import main
 from pipelines.images.manifest import ImageManifest

@@ -1,7 +1,7 @@
 """Tests of every reader on damaged files: it soon gives records and problems, or a clear error, in less than a gigabyte.
 
 All 10 000 mutations are run by `python -m pytest -m long tests/pipelines/test_fuzz.py`.
-One of them is run by `PYTHONPATH=. python tests/pipelines/test_fuzz.py DIRECTORY NUMBER NUMBER+1`.
+One of them is run by `PYTHONPATH=.:tests/cluster python tests/pipelines/test_fuzz.py DIRECTORY NUMBER NUMBER+1`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 from PIL import Image
+from text_archive_support import tar
 
 from pipelines.archives import list_archives
 from pipelines.images.archives import ImageSample, LeftOut, list_image_archives, read_samples
@@ -45,16 +46,6 @@ SECONDS_PER_CASE = 20
 TEXTS = [f"document {number}: all work and no play \u2603 " * (number + 1) for number in range(12)]
 LINES = b"".join(json.dumps({"text": text, "meta": {"n": [1.5, None]}}).encode() + b"\n" for text in TEXTS)
 SENTENCES = "".join(f"{number % 3}\ta sentence of {number} words caf\u00e9\tand another\n" for number in range(40))
-
-
-def tar(members: dict[str, bytes], form: int) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=form) as file:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            file.addfile(info, io.BytesIO(data))
-    return buffer.getvalue()
 
 
 def image(form: str) -> bytes:
@@ -151,13 +142,13 @@ CASES: list[tuple[str, bytes, Reader]] = [
     ("a.jsonl", LINES, read_text),
     ("a.jsonl.gz", gzip.compress(LINES), read_text),
     ("a.jsonl.zst", zstandard.ZstdCompressor(write_checksum=True).compress(LINES), read_text),
-    ("pax.tar", tar(TEXT_MEMBERS, tarfile.PAX_FORMAT), read_text),
-    ("gnu.tar", tar(TEXT_MEMBERS, tarfile.GNU_FORMAT), read_text),
+    ("pax.tar", tar(TEXT_MEMBERS, format=tarfile.PAX_FORMAT), read_text),
+    ("gnu.tar", tar(TEXT_MEMBERS, format=tarfile.GNU_FORMAT), read_text),
     ("snappy.parquet", parquet(), read_text),
     ("plain.parquet", parquet(use_dictionary=False, compression="none"), read_text),
     ("zstd.parquet", parquet(compression="zstd", data_page_version="2.0"), read_text),
-    ("i-pax.tar", tar(IMAGE_MEMBERS, tarfile.PAX_FORMAT), read_images),
-    ("i-gnu.tar", tar(IMAGE_MEMBERS, tarfile.GNU_FORMAT), read_images),
+    ("i-pax.tar", tar(IMAGE_MEMBERS, format=tarfile.PAX_FORMAT), read_images),
+    ("i-gnu.tar", tar(IMAGE_MEMBERS, format=tarfile.GNU_FORMAT), read_images),
     *[(f"{form}.jpg", image(form), read_directory) for form in ("jpeg", "png", "webp", "gif", "bmp")],
     *[(f"{name}.json", json.dumps(content).encode(), read_captions) for name, content in CAPTIONS.items()],
     ("labelled.txt", SENTENCES.encode(), lambda path: Counter(read_labelled(path).problems)),
@@ -259,7 +250,8 @@ def test_a_reader_survives_damage(tmp_path: Path) -> None:
 
 def check_cases(directory: Path, first: int, end: int) -> None:
     command = [sys.executable, __file__, directory, str(first), str(end)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": f"{root}:{root / 'tests' / 'cluster'}"}
     process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     last = process.stdout.splitlines()[-1:]
     assert process.returncode == 0, f"exit status {process.returncode} at {last}\n{process.stderr[-4000:]}"

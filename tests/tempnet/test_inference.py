@@ -76,7 +76,7 @@ def test_one_tau_for_one_context(architecture: str) -> None:
         ({}, 0.0),
         ({"normalize_input": False}, 0.0),
         ({"input_shift": "mean"}, 0.0),
-        ({"input_shift": "mean"}, 10.0),  # The logits lie near ±60 and differ by a few.
+        ({"input_shift": "mean"}, 100.0),  # The logits lie near ±600 and differ by a few.
         ({"depth": 4}, 0.0),
         ({"projection": False}, 0.0),
     ],

@@ -1,9 +1,9 @@
-"""World-size invariance: W gloo processes with their parts of a batch compute what one process computes of the whole.
+"""World-size invariance: three gloo processes with their parts of a batch compute what one computes of the whole.
 
     python -m tests.tempnet.test_world_size <directory>
 
-This program, which the tests start once, runs every contrastive loss, batch norm, and whole dual encoders on 2 and on 3
-ranks. Every rank writes its results to `<directory>/<W>/rank-<r>.pt`.
+This program, which the tests start once, runs every contrastive loss, batch norm, and whole dual encoders. Every rank writes
+its results to `<directory>/rank-<r>.pt`. Two ranks are compared with one in tests/jobs/tasks/test_contrastive_worlds.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.tempnet.contrastive.dense import NUM_SAMPLES, make_batch, make_config
 from tests.tempnet.models.tiny_towers import NUM_PAIRS, make_module, pairs
 
 ROOT = Path(__file__).parents[2]
-SIZES = (2, 3)
+SIZE = 3
 Values = dict[str, Tensor]
 Ranks = tuple[Path, list[dict[str, Values]]]
 
@@ -49,7 +49,7 @@ NORMS = {
     "colours last": ((7, 5, 3, 2), 1.0, torch.float32, 0.1, True),
 }
 # Unequal parts, one of a single row.
-NORM_ROWS = {2: [slice(0, 5), slice(5, 7)], 3: [slice(0, 4), slice(4, 6), slice(6, 7)]}
+NORM_ROWS = [slice(0, 4), slice(4, 6), slice(6, 7)]
 
 
 def loss_case(name: str, world: World, directory: Path) -> Values:
@@ -127,12 +127,12 @@ def module_case(name: str, world: World) -> Values:
     return values | {f"grad.{key}": parameter.grad for key, parameter in module.named_parameters()}
 
 
-def work(rank: int, size: int, directory: Path) -> None:
+def work(rank: int, directory: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=SIZE)
     world = World.current()
     values: dict[str, Any] = {f"loss {name}": loss_case(name, world, directory) for name in LOSSES}
-    values |= {f"norm {name}": norm_case(name, NORM_ROWS[size][rank]) for name in NORMS}
+    values |= {f"norm {name}": norm_case(name, NORM_ROWS[rank]) for name in NORMS}
     values |= {f"module {name}": module_case(name, world) for name in MODULES}
     values["supervised"] = supervised_case(world)
     torch.save(values, directory / f"rank-{rank}.pt")
@@ -148,20 +148,14 @@ def work(rank: int, size: int, directory: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """Return the results of the processes, and the directory of what they have saved."""
     directory = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-m", "tests.tempnet.test_world_size", str(directory)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    return directory
-
-
-@pytest.fixture(scope="module", params=SIZES)
-def ranks(request: pytest.FixtureRequest, program: Path) -> Ranks:
-    """Return the results of W processes."""
-    directory = program / str(request.param)
-    return directory, [torch.load(directory / f"rank-{rank}.pt", weights_only=True) for rank in range(request.param)]
+    return directory, [torch.load(directory / f"rank-{rank}.pt", weights_only=True) for rank in range(SIZE)]
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -247,7 +241,4 @@ def test_encoders_tempnets_and_loss(name: str, ranks: Ranks) -> None:
 
 if __name__ == "__main__":
     # This process is fresh and has only imported: a fork of it spares every rank its own imports.
-    for num_ranks in SIZES:
-        target = Path(sys.argv[1]) / str(num_ranks)
-        target.mkdir()
-        mp.start_processes(work, args=(num_ranks, target), nprocs=num_ranks, start_method="fork")
+    mp.start_processes(work, args=(Path(sys.argv[1]),), nprocs=SIZE, start_method="fork")

@@ -15,8 +15,9 @@ import webdataset
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
-from image_archive_support import Members, jpeg, read, tar
+from image_archive_support import Members, jpeg, read
 from PIL import Image
+from text_archive_support import tar
 
 from pipelines.images.archives import (
     ImageSample,

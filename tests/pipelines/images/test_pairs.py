@@ -15,7 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from image_archive_support import prepare, tar
+from image_archive_support import prepare
+from text_archive_support import tar
 
 from pipelines.images.manifest import ImageManifest, read_index
 from pipelines.images.pairs import PairSource

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from image_archive_support import jpeg, tar
+from image_archive_support import jpeg
+from text_archive_support import tar
 
 from pipelines.images.archives import ImageSample
 from pipelines.images.manifest import ImageManifest, read_index
 from pipelines.images.prepare import IndexTask, PrepareImagesConfig, check_source, describe, prepare_images
 from pipelines.problems import TooManyProblemsError
+from pipelines.storage import MANIFEST_FILE
+from pipelines.text.manifest import Manifest
+from pipelines.text.packing import DocumentConfig
 
 
 def shard(keys: range) -> bytes:
@@ -116,3 +122,41 @@ def test_an_archive_that_is_written_again_while_it_is_read_is_refused(shards: Pa
     with pytest.raises(OSError, match=r"00000\.tar was written again while it was read"):
         replacing.run(0)
     assert len(task.finish([task.run(0)]).shards) == 1
+
+
+def test_every_lost_image_is_listed_and_what_only_all_archives_together_show(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    for number in range(20):
+        (tmp_path / "images" / f"{number}.jpg").write_bytes(b"no image" if number else jpeg())
+    named = [{"image": f"{number}.jpg", "caption": "c"} for number in range(30)]
+    (tmp_path / "captions.json").write_text(json.dumps(named))
+    source, captions, listed = (str(tmp_path / name) for name in ("images", "captions.json", "all.jsonl"))
+    config = PrepareImagesConfig(source=source, captions=captions, max_bad_share=0.99)
+    manifest = prepare_images(config, str(tmp_path / "prepared"), losses=listed)
+    losses = [json.loads(line) for line in Path(listed).read_text().splitlines()]
+    assert {(loss["kind"], loss["where"]) for loss in losses} == {
+        ("corrupt_image" if number < 20 else "absent_image", f"{number}.jpg") for number in range(1, 30)
+    }
+    assert Counter(loss["kind"] for loss in losses) == manifest.problems
+
+
+def test_a_manifest_is_read_again_and_another_kind_version_or_none_is_refused(tmp_path: Path) -> None:
+    directory = str(tmp_path)
+    for kind in (Manifest, ImageManifest):
+        with pytest.raises(FileNotFoundError, match=r"it is not a \(completely\) prepared data set"):
+            kind.load(directory)
+    images = ImageManifest(directory=directory, source="data", max_pixels=100, shards=[], captions=None)
+    images.save()
+    assert ImageManifest.load(directory) == images
+    with pytest.raises(ValueError, match=r"does not hold prepared text of version 4.*: prepare it again"):
+        Manifest.load(directory)
+    layout = DocumentConfig(least_num_tokens=4, vocab_size=50)
+    text = Manifest(directory=directory, tokenizer_digest="abc", layout=layout, archives=[])
+    text.save()
+    assert Manifest.load(directory) == text
+    with pytest.raises(ValueError, match=r"does not hold prepared images of version 3.*: prepare it again"):
+        ImageManifest.load(directory)
+    file = tmp_path / MANIFEST_FILE
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 2}))
+    with pytest.raises(ValueError, match="does not hold prepared text of version 4"):
+        Manifest.load(directory)

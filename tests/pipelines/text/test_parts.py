@@ -13,6 +13,7 @@ import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
+from text_archive_support import tar
 
 from pipelines.archives import list_archives
 from pipelines.lines import MAX_RECORD_BYTES, DamagedError, decode, lines_of, read_line_range, split_lines
@@ -77,17 +78,15 @@ def make_jsonl(path: Path) -> None:
 
 def make_tar(path: Path) -> None:
     """Write a tar whose members have short, long (pax) and foreign names, in several formats; one member is broken."""
-    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
-        for number in range(20):
-            data = zstandard.compress(records(10 * number, 10))
-            name = f"{'long/' * 30 * (number % 3 == 0)}{number}.jsonl.zst"
-            if number == 7:
-                data = data[: len(data) // 2]
-            if number % 5 == 4:
-                name, data = f"{number}.png", b"no text" * 400
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
+    members = []
+    for number in range(20):
+        name, data = (
+            f"{'long/' * 30 * (number % 3 == 0)}{number}.jsonl.zst",
+            zstandard.compress(records(10 * number, 10)),
+        )
+        data = data[: len(data) // 2] if number == 7 else data
+        members.append((f"{number}.png", b"no text" * 400) if number % 5 == 4 else (name, data))
+    path.write_bytes(tar(members, format=tarfile.PAX_FORMAT))
 
 
 def make_parquet(path: Path) -> None:
@@ -125,11 +124,8 @@ def test_the_parts_hold_what_the_whole_holds(tmp_path: Path, name: str, part_byt
 def test_a_name_that_occurs_twice_or_a_global_header_keeps_a_tar_whole(tmp_path: Path) -> None:
     for number, (names, headers) in enumerate([(["a", "b", "a"], {}), (["a", "b", "c"], {"path": "other.jsonl"})]):
         path = tmp_path / f"{number}.tar"
-        with tarfile.open(path, "w", format=tarfile.PAX_FORMAT, pax_headers=headers) as archive:
-            for name in names:
-                info = tarfile.TarInfo(f"{name}.jsonl")
-                info.size = len(records(0, 5))
-                archive.addfile(info, io.BytesIO(records(0, 5)))
+        members = [(f"{name}.jsonl", records(0, 5)) for name in names]
+        path.write_bytes(tar(members, format=tarfile.PAX_FORMAT, pax_headers=headers))
         assert list_parts(str(path), list_archives(str(path)), part_bytes=100) == [[WHOLE]]
         (items,) = read(path, 100)
         assert len({item.key for item in items if isinstance(item, Document)}) == 15
@@ -137,11 +133,7 @@ def test_a_name_that_occurs_twice_or_a_global_header_keeps_a_tar_whole(tmp_path:
 
 def test_dividing_a_tar_reads_little_more_than_its_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.tar"
-    with tarfile.open(path, "w") as archive:
-        for number in range(8):
-            info = tarfile.TarInfo(f"{number}.jsonl")
-            info.size = 2**20
-            archive.addfile(info, io.BytesIO(bytes(2**20)))
+    path.write_bytes(tar({f"{number}.jsonl": bytes(2**20) for number in range(8)}))
     read_sizes: list[int] = []
 
     class CountedFile(io.FileIO):

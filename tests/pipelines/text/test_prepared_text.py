@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import lzma
-import tarfile
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 import zstandard
 from corpus_support import write_corpus
 from support import write_jsonl_zst
+from text_archive_support import tar
 
 from pipelines.plan import StreamPlan
 from pipelines.problems import TooManyProblemsError
@@ -140,13 +139,8 @@ def test_broken_data_costs_its_records_and_every_one_is_counted_and_listed(
 def compress(data: bytes, suffix: str) -> bytes:
     """Return data compressed as the suffix of a file says; a tar has a member of ten lines after the other."""
     if suffix == "tar":
-        lines, buffer = data.splitlines(keepends=True), io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w") as archive:
-            for at in range(0, len(lines), 10):
-                info = tarfile.TarInfo(f"{at}.jsonl")
-                info.size = len(content := b"".join(lines[at : at + 10]))
-                archive.addfile(info, io.BytesIO(content))
-        return buffer.getvalue()
+        lines = data.splitlines(keepends=True)
+        return tar({f"{at}.jsonl": b"".join(lines[at : at + 10]) for at in range(0, len(lines), 10)})
     return {"gz": gzip.compress, "xz": lzma.compress, "zst": zstandard.ZstdCompressor().compress}[suffix](data)
 
 

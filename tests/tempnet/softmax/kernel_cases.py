@@ -92,8 +92,8 @@ class Case:
         leaves = [self.hidden, self.weight] + ([] if self.bias is None else [self.bias])
         return [leaf.double().requires_grad_() for leaf in leaves]
 
-    def check(self, **options: object) -> None:
-        """Compare statistics and gradients with those of the formula."""
+    def check(self, *, is_exact: bool = False, **options: object) -> None:
+        """Compare statistics and gradients with those of the formula; `is_exact`: float32 holds the logits exactly."""
         leaves = self.leaves()
         logits = self.exact_logits(*leaves)
         tau = self.tau.double()
@@ -104,7 +104,8 @@ class Case:
         positive = logits.gather(1, safe_targets[:, None])[:, 0].where(is_valid, 0.0)
         statistics_tolerance, gradient_tolerance = TOLERANCES[self.hidden.dtype]
         # A float32 logit is off by 2⁻²⁴|L|, which p = exp(L/τ − …) sees divided by τ.
-        rounding = (logits.abs().max() / tau.min()).item() * 2**-24
+        rounding = 0.0 if is_exact else (logits.abs().max() / tau.min()).item() * 2**-24
+        assert not is_exact or torch.equal(logits.float().double(), logits)
 
         statistics = self.statistics(tile=TILE, with_unit=True)
         assert statistics.at_one is not None
@@ -120,7 +121,8 @@ class Case:
             (statistics.at_one.cross_entropy[is_valid], (log_partition_unit - positive)[is_valid]),
         ):
             assert (value.dtype, value.shape) == (torch.float32, reference.shape)
-            torch.testing.assert_close(value.double(), reference, rtol=1e-5, atol=max(1e-5, 4 * rounding))
+            tolerance = 1e-6 if is_exact else max(1e-5, 4 * rounding)
+            torch.testing.assert_close(value.double(), reference, rtol=1e-5, atol=tolerance)
 
         losses = F.cross_entropy(logits / tau[:, None], safe_targets, reduction="none") * tau * self.row_scale
         theirs = torch.autograd.grad(losses.where(is_valid, 0.0).sum(), leaves)
@@ -221,23 +223,7 @@ def test_the_softmax_itself_loses_nothing_at_small_temperatures(tau: float) -> N
     hidden = torch.zeros_like(case.hidden)
     hidden[:, 0], hidden[:, 1] = 1.0, torch.arange(17, device=DEVICE) / 2**4
     weight[:, 1] = torch.arange(107, device=DEVICE) % 5 / 2**8
-    case = replace(case, hidden=hidden, weight=weight, bias=torch.full((107,), 40.0, device=DEVICE))
-    leaves, is_valid = case.leaves(), case.targets != IGNORE_INDEX
-    logits, exact_tau = case.exact_logits(*leaves), case.tau.double()
-    assert torch.equal(logits.float().double(), logits)
-    statistics = case.statistics(tile=TILE, with_unit=True)
-    for temperature, entropy, cross_entropy in (
-        (exact_tau, statistics.at_tau.entropy, statistics.at_tau.cross_entropy),
-        (torch.ones_like(exact_tau), statistics.at_one.entropy, statistics.at_one.cross_entropy),
-    ):
-        log_p = (logits / temperature[:, None]).log_softmax(-1)
-        torch.testing.assert_close(entropy.double(), -(log_p.exp() * log_p).sum(-1), rtol=1e-5, atol=1e-6)
-        expected = F.nll_loss(log_p, case.targets, reduction="none")
-        torch.testing.assert_close(cross_entropy[is_valid].double(), expected[is_valid], rtol=1e-5, atol=1e-6)
-    losses = F.cross_entropy(logits / exact_tau[:, None], case.targets, reduction="none") * exact_tau * case.row_scale
-    theirs = torch.autograd.grad(losses.sum(), leaves)
-    for value, reference in zip(case.gradients(statistics, tile=TILE), theirs, strict=False):
-        assert relative_error(value, reference) < 1e-5
+    replace(case, hidden=hidden, weight=weight, bias=torch.full((107,), 40.0, device=DEVICE)).check(is_exact=True)
 
 
 def test_only_what_is_needed() -> None:
