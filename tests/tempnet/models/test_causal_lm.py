@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tempnet import TempNet, TempNetConfig
 from tempnet.models.causal_lm import TemperatureCausalLM
-from tempnet.models.packing import FLEX, takes_document_mask
+from tempnet.models.packing import FLEX, block_mask, document_mask, takes_document_mask
 from tempnet.softmax.config import TemperatureLossConfig
 from tests.tempnet.tiny_language_models import make_composite
 
@@ -115,6 +115,23 @@ def test_flex_attention_keeps_documents_apart_as_separate_runs_in_float64_do(
     assert len(masks) == 2
     for mask in masks:
         assert max(part.numel() for part in mask.as_tuple() if isinstance(part, torch.Tensor)) <= 3 * 3 * 3
+
+
+@pytest.mark.parametrize("num_tokens", [1, 128, 300, 1024])
+def test_a_block_mask_lists_what_the_dense_mask_allows(num_tokens: int) -> None:
+    torch.manual_seed(num_tokens)
+    starts = torch.rand(4, num_tokens) < torch.tensor([0.0, 0.003, 0.01, 0.5]).unsqueeze(-1)
+    places = torch.arange(num_tokens).expand(4, -1)
+    positions = places - (starts * places).cummax(-1).values
+    mask, dense = block_mask(positions), document_mask(positions)[:, 0]
+    expected = create_block_mask(lambda b, h, q, k: dense[b, q, k], 4, None, num_tokens, num_tokens, device="cpu")
+    torch.testing.assert_close(mask.to_dense(), expected.to_dense())
+    if num_tokens % 128 == 0:  # PyTorch takes no padded block as whole.
+        torch.testing.assert_close(mask.full_kv_num_blocks, expected.full_kv_num_blocks)
+    for row in range(4):
+        for block, count in enumerate(mask.full_kv_num_blocks[row, 0].tolist()):
+            for whole in mask.full_kv_indices[row, 0, block, :count].tolist():
+                assert dense[row, 128 * block : 128 * (block + 1), 128 * whole : 128 * (whole + 1)].all()
 
 
 @pytest.mark.parametrize(
