@@ -148,9 +148,9 @@ def exact_statistics(logits: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.fixture(autouse=True)
 def nothing_is_uninitialized_by_luck() -> Iterator[None]:
     """On a CPU, fill all new memory with NaN, so that reading it before it is written shows."""
-    torch.use_deterministic_algorithms(DEVICE == "cpu")
+    torch.set_deterministic_debug_mode("error" if DEVICE == "cpu" else "default")
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 def test_the_device_can_run_them() -> None:
@@ -197,9 +197,9 @@ def test_the_tiles_of_a_real_launch(dtype: torch.dtype) -> None:
 
 def test_more_row_blocks_than_a_group_and_several_tiles_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempnet.softmax.kernels._GROUP", 2)
-    for num_programs in (1, 6, 7):  # all tiles in one split; two splits and a half-empty last one; three
+    for num_programs in (1, 7):  # all tiles in one split; three splits, of which the last is half empty
         monkeypatch.setattr("tempnet.softmax.kernels._NUM_PROGRAMS", num_programs)
-        Case.random(40, 8, 110, num_ignored=5).check()
+        Case.random(40, 8, 140, num_ignored=5).check()
 
 
 def test_large_logits_overflow_nowhere() -> None:
