@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 from tempnet import distillation
 from tempnet.distillation import DistilledCausalLM, TeacherTemperature, distillation_loss, teacher_divergence
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.softmax.config import TemperatureLossConfig
 from tempnet.softmax.reference import IGNORE_INDEX
+from tests.tempnet.tiny_language_models import make_base
 
 V, D = 37, 5
 
@@ -90,15 +90,8 @@ def test_a_temperature_is_constant_or_gives_a_constant_entropy(values: dict[str,
 
 LENGTH = 8
 OPTIONS: dict[str, Any] = {"vocab_size": V, "attend_across_documents": True}
-
-
-def make_base(seed: int, *, hidden_size: int = 16) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    config = GPT2Config(
-        vocab_size=V + 3, n_positions=LENGTH, n_embd=hidden_size, n_layer=1, n_head=2, initializer_range=0.4,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config)
+NO_DROPOUT = dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0)
+SIZES: dict[str, Any] = {"vocab_size": V + 3, "num_attention_heads": 2, **NO_DROPOUT}
 
 
 def make_batch() -> dict[str, torch.Tensor]:
@@ -111,7 +104,7 @@ def make_batch() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("temperature", [TeacherTemperature(tau=0.7), TeacherTemperature(rho=math.log(V) - 3.0)])
 def test_the_loss_in_training_is_the_divergence_from_the_teacher(temperature: TeacherTemperature) -> None:
     loss_config = TemperatureLossConfig(name="ce", rho=1.0)
-    student, teacher, batch = make_base(0), make_base(1, hidden_size=32), make_batch()
+    student, teacher, batch = make_base("gpt2", **SIZES), make_base("gpt2", **SIZES, num_hidden_layers=2), make_batch()
     module = DistilledCausalLM(student, teacher, temperature, loss_config, **OPTIONS)
     output = module(**batch, with_statistics=True)
     arguments = {name: batch[name] for name in ("input_ids", "position_ids")}
@@ -124,7 +117,7 @@ def test_the_loss_in_training_is_the_divergence_from_the_teacher(temperature: Te
     assert all(parameter.grad is None for parameter in teacher.parameters())
     assert all(parameter.grad is not None for parameter in student.parameters())
     assert module.state_dict().keys() == TemperatureCausalLM(
-        make_base(0), None, loss_config, **OPTIONS
+        make_base("gpt2", **SIZES), None, loss_config, **OPTIONS
     ).state_dict().keys()  # fmt: skip
 
     plain = TemperatureCausalLM(student, None, loss_config, **OPTIONS)

@@ -7,24 +7,15 @@ import copy
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tempnet.models.causal_lm import TemperatureCausalLM, compile_blocks
 from tempnet.network import TempNet
 from tempnet.network_config import TempNetConfig
 from tempnet.softmax.config import TemperatureLossConfig
+from tests.tempnet.tiny_language_models import make_base
 
 VOCABULARY, LENGTH, NUM_STEPS, NUM_LAYERS = 64, 16, 20, 3
-CONFIGS: dict[str, PretrainedConfig] = {
-    "gpt2": GPT2Config(
-        n_layer=NUM_LAYERS, n_embd=32, n_head=2, vocab_size=VOCABULARY, n_positions=32, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    ),
-    "llama": LlamaConfig(
-        num_hidden_layers=NUM_LAYERS, hidden_size=32, num_attention_heads=2, num_key_value_heads=1, intermediate_size=48,
-        vocab_size=VOCABULARY, max_position_embeddings=32, bos_token_id=0, eos_token_id=0,
-    ),
-}  # fmt: skip
 
 
 def train(base: PreTrainedModel, *, compiled: bool) -> list[float]:
@@ -61,8 +52,8 @@ def train(base: PreTrainedModel, *, compiled: bool) -> list[float]:
     ids=["gpt2", "llama with activation checkpointing"],
 )
 def test_compiled_blocks_share_one_graph_and_train_as_eager_ones_do(name: str, with_checkpointing: bool) -> None:
-    torch.manual_seed(0)
-    eager = AutoModelForCausalLM.from_config(CONFIGS[name])
+    dropout = dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0) if name == "gpt2" else {}
+    eager = make_base(name, num_hidden_layers=NUM_LAYERS, initializer_range=0.02, **dropout).train()
     compiled = copy.deepcopy(eager)
     names = list(compiled.state_dict())
     if with_checkpointing:

@@ -154,7 +154,7 @@ def scenes(*sizes: tuple[int, int]) -> list[np.ndarray]:
     return [random.integers(0, 256, (height, width, 3), dtype=np.uint8) for width, height in sizes]
 
 
-def test_images_of_the_right_size_are_encoded_as_in_training(export: Path) -> None:
+def test_images_are_encoded_as_in_training_and_as_transformers_processor_prepares_them(export: Path) -> None:
     encoder = ImageTextEncoder.from_pretrained(export)
     images = scenes(*[(IMAGE_SIZE, IMAGE_SIZE)] * 3)
     expected = encoder.model.encode_images(torch.from_numpy(np.stack(images)))
@@ -162,18 +162,11 @@ def test_images_of_the_right_size_are_encoded_as_in_training(export: Path) -> No
     pictures = [Image.fromarray(image) for image in images]
     torch.testing.assert_close(encoder.encode_images(pictures, batch_size=2), expected, rtol=0, atol=1e-5)
     assert encoder.encode_images([]).shape == (0, 6)
-
-
-def test_other_sizes_are_resized_and_cropped_at_the_centre(export: Path) -> None:
-    encoder = ImageTextEncoder.from_pretrained(export)
+    # Other sizes are resized and cropped at the centre.
     (image,) = scenes((80, 40))
     middle = Image.fromarray(image).resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BICUBIC, box=(20, 0, 60, 40))
     expected = encoder.model.encode_images(torch.from_numpy(np.asarray(middle).copy())[None])
     torch.testing.assert_close(encoder.encode_images([image]), expected, rtol=0, atol=2e-3)
-
-
-def test_the_processor_is_one_that_transformers_loads(export: Path) -> None:
-    encoder = ImageTextEncoder.from_pretrained(export)
     images = scenes((30, 20), (20, 33))
     pixels = AutoImageProcessor.from_pretrained(export)(images, return_tensors="pt")["pixel_values"]
     assert pixels.shape == (2, 3, IMAGE_SIZE, IMAGE_SIZE)
