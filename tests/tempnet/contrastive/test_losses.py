@@ -314,10 +314,8 @@ def test_gamma_falls_over_the_first_half() -> None:
 def test_losses_on_one_space(name: str, tile_size: int) -> None:
     """A vector's positive is its mate, and all vectors but these two are its negatives."""
     loss, batch = make_unimodal_loss(make_config(name, tile_size=tile_size)), make_batch(9)
-    dense, documents = (
-        make_dense(loss.bimodal),
-        torch.tensor([3, 3, 7, 8, 8, 1, 0, 2, 5]),
-    )  # two spans of some documents
+    dense = make_dense(loss.bimodal)
+    documents = torch.tensor([3, 3, 7, 8, 8, 1, 0, 2, 5])  # two spans of some documents
     vectors, mates = torch.cat([batch.image, batch.text]), torch.cat([batch.text, batch.image])
     networks = [pair[0] for pair in (dense.networks, dense.normalisers) if pair]
     scalars = [leaf for leaf in (dense.log_tau, dense.bias) if leaf is not None]
