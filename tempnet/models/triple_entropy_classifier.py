@@ -21,13 +21,7 @@ from transformers import PreTrainedModel
 
 from tempnet.contrastive.state import World
 from tempnet.models.sentence_encoder import last_hidden_states
-from tempnet.soft_triple import (
-    IGNORE_INDEX,
-    SoftTriple,
-    check_contrastive,
-    supervised_contrastive_loss,
-    token_labels,
-)
+from tempnet.soft_triple import IGNORE_INDEX, SoftTriple, check_contrastive, supervised_contrastive_loss, token_labels
 
 
 class ClassifierOutput(TypedDict):

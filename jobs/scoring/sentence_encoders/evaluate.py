@@ -25,14 +25,7 @@ from jobs.engine.tracking import resolve_uri
 from jobs.scoring.models import LoadedModel, ModelSpec, model_labels
 from jobs.scoring.results import Column, Results, percent_table, publish_evaluation
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
-from jobs.scoring.sentence_encoders.transfer import (
-    INVERSE_STRENGTHS,
-    UNREGULARISED,
-    Labelled,
-    pair_features,
-    similarity_figures,
-    transfer_accuracy,
-)
+from jobs.scoring.sentence_encoders.transfer import Labelled, pair_features, similarity_figures, transfer_accuracy
 from jobs.scoring.units import Finished, UnitStore, Work, map_units
 from pipelines.local_copy import check_source, local_copy
 from pipelines.problems import TooManyProblemsError
@@ -88,7 +81,8 @@ class WordVectors:
             for number, line in enumerate(itertools.islice(file, num_lines), start=1):
                 if number == 1 and len(line.split()) == 2:
                     continue
-                size = size or len(line.split()) - 1
+                if (size := size or len(line.split()) - 1) < 1:
+                    break
                 word, *values = line.rstrip().rsplit(b" ", size)
                 try:
                     vectors.append(np.array(values, dtype=np.float32).reshape(size))
@@ -97,7 +91,7 @@ class WordVectors:
                         f"{path}:{number} has no word with {size} numbers, as the lines before it"
                     ) from None
                 words.setdefault(word.decode("utf-8", "replace"), len(vectors) - 1)
-        if not vectors or not size:
+        if not vectors:
             raise ValueError(f"{path} holds no word vectors: lines of a word and its numbers, separated by spaces")
         if not np.isfinite(table := np.stack(vectors)).all():
             raise ValueError(f"{path} holds numbers that are not finite")
@@ -247,9 +241,8 @@ def compute(cell: Cell, embed: Embed) -> dict[str, float]:
         figures = similarity_figures(encode(data.first), encode(data.second), data.scores, data.sizes)
         return figures | {"num_pairs": len(data.first), "share_cut": num_cut / num_texts}
     folds = {name: value for name, value in cell.options.items() if name != "precision"}
-    strengths = UNREGULARISED if is_snli else INVERSE_STRENGTHS
     parts = {name: labelled(part) for name, part in data.parts.items()}
-    accuracy = transfer_accuracy(parts, **folds, strengths=strengths)
+    accuracy = transfer_accuracy(parts, **folds, is_regularised=not is_snli)
     num_sentences = sum(map(len, data.parts.values()))
     return {"accuracy": accuracy, "num_sentences": num_sentences, "share_cut": num_cut / num_texts}
 

@@ -19,8 +19,7 @@ from sklearn.model_selection import StratifiedKFold
 
 # SentEval's grid of inverse regularisation strengths.
 INVERSE_STRENGTHS = tuple(2.0**power for power in range(-2, 4))
-# Of SNLI, whose regression has next to no regularisation in SentEval.
-UNREGULARISED = (1e9,)
+_UNREGULARISED = 1e9
 _NUM_ITERATIONS = 1000
 
 
@@ -47,7 +46,7 @@ def transfer_accuracy(
     num_folds: int,
     num_inner_folds: int,
     seed: int,
-    strengths: Sequence[float] = INVERSE_STRENGTHS,
+    is_regularised: bool = True,
 ) -> float:
     """Returns the accuracy of a logistic regression, from 0 to 1.
 
@@ -56,21 +55,21 @@ def transfer_accuracy(
         num_folds: number of folds into which `all` is divided.
         num_inner_folds: number of folds used to choose the regularisation if there is no `dev`.
         seed: random seed of the folds.
-        strengths: inverse regularisation strengths, of which one is chosen.
+        is_regularised: whether a regularisation is chosen; otherwise there is next to none, as of SNLI in SentEval.
     """
     if "all" not in parts:
         train = parts["train"]
-        if len(strengths) == 1:
-            best = strengths[0]
+        if not is_regularised:
+            best = _UNREGULARISED
         elif "dev" in parts:
-            best = max(strengths, key=lambda strength: _accuracy(train, parts["dev"], strength))
+            best = max(INVERSE_STRENGTHS, key=lambda strength: _accuracy(train, parts["dev"], strength))
         else:
-            best = _chosen_within(train, num_inner_folds, seed, strengths)
+            best = _chosen_within(train, num_inner_folds, seed)
         return _accuracy(train, parts["test"], best)
     data = parts["all"]
     accuracies = []
     for inside, outside in _folds(data, num_folds, seed):
-        best = _chosen_within(inside, num_inner_folds, seed, strengths)
+        best = _chosen_within(inside, num_inner_folds, seed)
         accuracies.append(_accuracy(inside, outside, best))
     return float(np.mean(accuracies))
 
@@ -92,13 +91,13 @@ def similarity_figures(
     }
 
 
-def _chosen_within(data: Labelled, num_folds: int, seed: int, strengths: Sequence[float]) -> float:
+def _chosen_within(data: Labelled, num_folds: int, seed: int) -> float:
     folds = _folds(data, num_folds, seed)
 
     def mean(strength: float) -> float:
         return float(np.mean([_accuracy(inside, outside, strength) for inside, outside in folds]))
 
-    return max(strengths, key=mean)  # among equal ones this takes the strongest regularisation
+    return max(INVERSE_STRENGTHS, key=mean)  # among equal ones this takes the strongest regularisation
 
 
 def _folds(data: Labelled, num_folds: int, seed: int) -> list[tuple[Labelled, Labelled]]:

@@ -97,6 +97,8 @@ def test_a_given_split_chooses_on_its_development_sentences_or_within_the_traini
     best = max(INVERSE_STRENGTHS, key=lambda strength: accuracy(strength, dev))
     options = {"num_folds": 9, "num_inner_folds": 3, "seed": 5}
     assert transfer_accuracy({"train": train, "dev": dev, "test": test}, **options) == accuracy(best, test)
+    whole = transfer_accuracy({"train": train, "dev": dev, "test": test}, **options, is_regularised=False)
+    assert whole == accuracy(1e9, test)
     folds = StratifiedKFold(3, shuffle=True, random_state=5)
     search = GridSearchCV(LogisticRegression(max_iter=1000), {"C": list(INVERSE_STRENGTHS)}, cv=folds)
     search.fit(train.features, train.labels)
@@ -153,6 +155,9 @@ def test_word_vectors_are_averaged_and_a_damaged_line_is_named(data: Path, tmp_p
     spec = SentenceEncoderSpec.read("glove", config.models[0], config)
     (cell,) = cells(config, [spec], read_data(config))
     assert CellComputer(config)(cell).files[cell.file]["accuracy"] == 1.0  # The class is a word of the sentence.
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="holds no word vectors"):
+        WordVectors.read(str(path))
     path.write_text("good 1 2\nbad 1\n")
     with pytest.raises(ValueError, match=r"models: .*glove\.txt:2 has no word with 2 numbers"):
         SentenceEncoderSpec.read("glove", config.models[0], config)

@@ -151,6 +151,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "--data.min-length 40": "data.max_length = 32 is below min_length = 40",
         "--data.min-num-tokens 95": "data.min_num_tokens = 95 is below (num_anchors + 1)·max_length = 96",
         "--data.mask-share 1.2": "data.mask_share = 1.2 must lie in [0, 1]",
+        "--data.train-share 0": "data.train_share = 0.0 must be positive",
         "--data.train nowhere": "data.train",
         "--data.tokenizer bpe": "data.tokenizer … has no pad_token: use the tokenizer of a masked language model",
         "--temperature.loss cyclip": "temperature.loss = 'cyclip' is for images with captions",
