@@ -323,12 +323,12 @@ def test_small_files_are_read_and_written_while_the_store_answers_503(store: Obj
     """An answer 503 that is longer than the object is one of the errors that pyarrow does not repeat."""
     write_json("s3://bucket/state.json", {"step": 20})
     store.behave(share_failing=0.4)
-    for step in range(25):
+    for step in range(8):
         assert read_json("s3://bucket/state.json") == {"step": 20}
         write_json("s3://bucket/other.json", {"step": step})
-    assert store.counts().num_failed > 5
+    assert store.counts().num_failed > 0
     store.behave()
-    assert read_json("s3://bucket/other.json") == {"step": 24}
+    assert read_json("s3://bucket/other.json") == {"step": 7}
 
 
 def test_an_object_that_is_gone_is_named_at_once(store: ObjectStore, tmp_path: Path) -> None:

@@ -237,7 +237,7 @@ def test_files_that_hold_no_tensors_are_refused(name: str, tmp_path: Path) -> No
 def model(tmp_path: Path) -> Path:
     """Write a base model with its TempNet."""
     torch.manual_seed(0)
-    base = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32))
+    base = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32))
     base.save_pretrained(tmp_path / "model")
     make_tempnet().save_pretrained(tmp_path / "model" / "tempnet")
     return tmp_path / "model"
@@ -333,26 +333,16 @@ def test_a_missing_base_and_a_damaged_reference_are_refused(export: Path, model:
             load_base(export)
 
 
-@pytest.fixture
-def small_gpt2(tmp_path: Path) -> Path:
-    """Write a GPT-2 whose head is tied to its embedding, and return its directory."""
-    torch.manual_seed(0)
-    GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=8, n_layer=2, n_head=2, n_positions=8)).save_pretrained(
-        tmp_path / "model"
-    )
-    return tmp_path / "model"
-
-
 def rewrite(model: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
     """Change the weights of a model's file."""
     save_file(change(load_file(model / "model.safetensors")), model / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("wrapper", ["_orig_mod.", "module."])
-def test_the_prefix_of_a_wrapper_is_taken_off(small_gpt2: Path, wrapper: str, caplog: pytest.LogCaptureFixture) -> None:
-    expected = load_base(small_gpt2).state_dict()
-    rewrite(small_gpt2, lambda weights: {f"{wrapper}{name}": value for name, value in weights.items()})
-    found = load_base(small_gpt2).state_dict()
+def test_the_prefix_of_a_wrapper_is_taken_off(model: Path, wrapper: str, caplog: pytest.LogCaptureFixture) -> None:
+    expected = load_base(model).state_dict()
+    rewrite(model, lambda weights: {f"{wrapper}{name}": value for name, value in weights.items()})
+    found = load_base(model).state_dict()
     assert f"begin with '{wrapper}'" in caplog.text
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
@@ -371,37 +361,36 @@ def test_the_prefix_of_a_wrapper_is_taken_off(small_gpt2: Path, wrapper: str, ca
     ids=["missing", "shape", "names", "vocabulary"],
 )
 def test_weights_that_do_not_fit_are_refused_and_never_random(
-    small_gpt2: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], named: str
+    model: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], named: str
 ) -> None:
-    rewrite(small_gpt2, change)
-    with pytest.raises(ValueError, match=re.escape(str(small_gpt2))) as refused:
-        load_base(small_gpt2)
+    rewrite(model, change)
+    with pytest.raises(ValueError, match=re.escape(str(model))) as refused:
+        load_base(model)
     assert named in str(refused.value)
 
 
-def test_a_new_head_may_replace_one_but_the_body_must_fit(small_gpt2: Path) -> None:
+def test_a_new_head_may_replace_one_but_the_body_must_fit(model: Path) -> None:
     options = {"may_replace_head": True, "num_labels": 3, "pad_token_id": 0}
-    assert load_fitting(GPT2ForSequenceClassification, small_gpt2, **options).score.weight.shape == (3, 8)
-    rewrite(small_gpt2, lambda weights: {n: v for n, v in weights.items() if "h.1.ln_1" not in n})
+    assert load_fitting(GPT2ForSequenceClassification, model, **options).score.weight.shape == (3, 16)
+    rewrite(model, lambda weights: {n: v for n, v in weights.items() if "h.1.ln_1" not in n})
     with pytest.raises(ValueError, match=r"transformer\.h\.1\.ln_1\.bias"):
-        load_fitting(GPT2ForSequenceClassification, small_gpt2, **options)
+        load_fitting(GPT2ForSequenceClassification, model, **options)
 
 
-def test_a_shard_that_the_index_names_must_be_there(small_gpt2: Path) -> None:
-    GPT2LMHeadModel.from_pretrained(small_gpt2).save_pretrained(small_gpt2 / "sharded", max_shard_size="3KB")
-    shards = sorted((small_gpt2 / "sharded").glob("model-*.safetensors"))
-    check_weight_files(small_gpt2 / "sharded")
+def test_a_shard_that_the_index_names_must_be_there(model: Path) -> None:
+    GPT2LMHeadModel.from_pretrained(model).save_pretrained(model / "sharded", max_shard_size="3KB")
+    shards = sorted((model / "sharded").glob("model-*.safetensors"))
+    check_weight_files(model / "sharded")
     shards[1].unlink()
     with pytest.raises(ValueError, match=f"lacks {shards[1].name}, which model.safetensors.index.json names"):
-        check_weight_files(small_gpt2 / "sharded")
+        check_weight_files(model / "sharded")
 
 
-def test_a_tempnet_without_its_weights_is_no_model_without_a_tempnet(small_gpt2: Path) -> None:
-    TempNet(TempNetConfig.for_logits(32, rho=1.0)).save_pretrained(small_gpt2 / "tempnet")
-    (small_gpt2 / "tempnet" / "model.safetensors").unlink()
+def test_a_tempnet_without_its_weights_is_no_model_without_a_tempnet(model: Path) -> None:
+    (model / "tempnet" / "model.safetensors").unlink()
     for load in (load_tempnet, load_causal_lm):
         with pytest.raises(FileNotFoundError, match=r"tempnet holds config\.json of a TempNet, but not its model"):
-            load(small_gpt2)
+            load(model)
 
 
 class Malicious:

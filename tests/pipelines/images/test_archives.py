@@ -133,7 +133,7 @@ def test_what_is_no_tar_of_samples_is_one_problem(tmp_path: Path, data: bytes) -
     assert len(problems) == 1
 
 
-def test_links_are_problems_and_hostile_names_are_only_names(tmp_path: Path) -> None:
+def test_links_and_sparse_files_are_problems_and_hostile_names_are_only_names(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as file:
         for name, kind in [("s.jpg", tarfile.SYMTYPE), ("h.jpg", tarfile.LNKTYPE), ("d.jpg", tarfile.CHRTYPE)]:
@@ -148,8 +148,12 @@ def test_links_are_problems_and_hostile_names_are_only_names(tmp_path: Path) -> 
             data = jpeg() if name.endswith("jpg") else b"caption"
             info.size = len(data)
             file.addfile(info, io.BytesIO(data))
-    found, problems = read(tmp_path / "a.tar", buffer.getvalue())
-    assert [problem.kind for problem in problems] == [SampleProblemKind.IRREGULAR_MEMBER] * 3
+    fields = b"26 GNU.sparse.realsize=10\n22 GNU.sparse.major=1\n"
+    header = tarfile.TarInfo("h")
+    header.size, header.type = len(fields), tarfile.XHDTYPE
+    sparse = header.tobuf(tarfile.GNU_FORMAT) + fields.ljust(512, b"\0") + tar({"sparse.jpg": b"\1"})[:1024]
+    found, problems = read(tmp_path / "a.tar", sparse + buffer.getvalue())
+    assert [problem.kind for problem in problems] == [SampleProblemKind.IRREGULAR_MEMBER] * 4
     assert [sample.key for sample in found] == ["../../up", "/etc/root", "b\\xff"]
     assert [path.name for path in tmp_path.iterdir()] == ["a.tar"]
 
