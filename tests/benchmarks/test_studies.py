@@ -135,7 +135,7 @@ def test_nothing_is_promised_or_delivered_on_text_that_a_model_has_sampled_itsel
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     job = promise.Arguments(
         text=str(tmp_path / "text.jsonl"), shifted=str(tmp_path / "text.jsonl"), output=str(tmp_path / "out"),
-        vocab_size=80, num_steps=60, num_samples=600, num_shifted=20, num_tempnet_steps=30,
+        vocab_size=80, num_steps=60, num_samples=300, num_shifted=20, num_tempnet_steps=15,
     )  # fmt: skip
     known = promise.run_cell(job, "llama", 0, "own")
     assert known["verdict"] != "worth it"
