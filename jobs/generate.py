@@ -16,7 +16,6 @@ from jobs.engine.command_line import refusals_on_one_line, run_job, show
 from jobs.scoring.command import ending_in_one_line
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.generation.gsm8k import divisors, majority_score
-from jobs.scoring.generation.judges import describe_judged
 
 if TYPE_CHECKING:
     from jobs.scoring.generation.job import Outcome
@@ -80,6 +79,8 @@ def describe(outcome: Outcome, config: GenerateConfig) -> str:
     elif outcome.file.path != config.output:
         lines.append(f"{config.output} holds them as {config.format} wants them")
     if config.judged:
+        from jobs.scoring.generation.judges import describe_judged
+
         lines.append(describe_judged(config.judged, config.format, config.generator or config.model))
     return "\n".join(lines)
 
