@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jobs.engine.description import markdown_table
-from jobs.engine.metrics import metric_history
-from jobs.engine.tracking import TrackedRun
+from jobs.engine.metrics import TrackedRun, metric_history
 
 Value = TypeVar("Value")
 

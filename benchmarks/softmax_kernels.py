@@ -2,19 +2,18 @@
 
     .venv/bin/python -m benchmarks.softmax_kernels [--num-tokens 8192] [--hidden-size 2048] [--vocab-size 128256]
 
-All forms compute the gradients of the mean loss for hidden states and weight, in bfloat16. Our kernels take a
-temperature for every token (and optionally the statistics at τ = 1); the others would take hidden states divided by it, and
-are measured at τ = 1. `liger` and
-`cut-cross-entropy` are measured if they can be imported. Memory is the growth of the allocator's peak over its value at
-the start of the step, gradients included.
+All forms compute the mean cross-entropy at a temperature for every token, and its gradients for hidden states, weight and
+temperatures, in bfloat16; our kernels optionally have the statistics at τ = 1, too. The peers, of which those are measured
+that are installed, take hidden states divided by the temperatures (`benchmarks.softmax_loss.fused_losses`). Memory is the
+growth of the allocator's peak over its value at the start of the step, gradients included.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +21,7 @@ import tyro
 from torch import Tensor
 
 from benchmarks.measure import print_setting, print_table, ratios
+from benchmarks.softmax_loss import fused_losses
 from jobs.engine.command_line import fail
 from tempnet.softmax.kernels import is_available, softmax_gradients, softmax_statistics
 
@@ -37,25 +37,26 @@ class Arguments:
 
 
 def make_forms(arguments: Arguments, device: str) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
-    """Return form → function of one forward and backward pass, which returns the loss and the two gradients.
+    """Return form → function of one forward and backward pass, which returns the loss and the gradients.
 
-    The gradients are those of the hidden states and the weight.
+    The gradients are those of the hidden states, the weight and the temperatures.
     """
     generator = torch.Generator(device).manual_seed(0)
     n, d, v = arguments.num_tokens, arguments.hidden_size, arguments.vocab_size
     hidden = torch.randn(n, d, device=device, dtype=torch.bfloat16, generator=generator).requires_grad_()
     weight = torch.randn(v, d, device=device, dtype=torch.bfloat16, generator=generator).mul_(d**-0.5).requires_grad_()
     targets = torch.randint(v, (n,), device=device, generator=generator)
-    tau = torch.ones(n, device=device)
+    tau = torch.empty(n, device=device).uniform_(0.5, 1.5, generator=generator).requires_grad_()
 
     def differentiate(loss: Callable[[], Tensor]) -> Callable[[], tuple[Tensor, ...]]:
         def run() -> tuple[Tensor, ...]:
             value = loss()
-            return value.detach(), *torch.autograd.grad(value, (hidden, weight))
+            return value.detach(), *torch.autograd.grad(value, (hidden, weight, tau))
 
         return run
 
     def kernels(with_unit: bool) -> Callable[[], tuple[Tensor, ...]]:
+        @torch.no_grad()
         def run() -> tuple[Tensor, ...]:
             statistics_of_tokens = softmax_statistics(hidden, weight, targets, tau, with_unit=with_unit)
             hidden_grad, weight_grad, _ = softmax_gradients(
@@ -63,29 +64,22 @@ def make_forms(arguments: Arguments, device: str) -> dict[str, Callable[[], tupl
             )
             assert hidden_grad is not None
             assert weight_grad is not None
-            return statistics_of_tokens.at_tau.cross_entropy.mean(), hidden_grad, weight_grad
+            terms = statistics_of_tokens.at_tau
+            return terms.cross_entropy.mean(), hidden_grad, weight_grad, terms.excess / (n * tau)
 
         return run
 
+    def scaled() -> Tensor:
+        return (hidden / tau.unsqueeze(-1)).to(hidden.dtype)
+
     forms = {
-        "eager": differentiate(lambda: F.cross_entropy((hidden @ weight.T).float(), targets)),
-        "eager, bfloat16 softmax": differentiate(lambda: F.cross_entropy(hidden @ weight.T, targets)),
+        "eager": differentiate(lambda: F.cross_entropy((hidden @ weight.T).float() / tau.unsqueeze(-1), targets)),
+        "eager, bfloat16 softmax": differentiate(lambda: F.cross_entropy(scaled() @ weight.T, targets)),
         "kernels": kernels(with_unit=False),
         "kernels, and at τ = 1": kernels(with_unit=True),
     }
-    if hasattr(F, "linear_cross_entropy"):  # from PyTorch 2.13 on
-        forms["torch linear_cross_entropy"] = differentiate(
-            lambda: F.linear_cross_entropy(hidden, weight, targets, options=torch.nn.LinearCrossEntropyOptions())
-        )
-    if importlib.util.find_spec("liger_kernel"):
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-        liger = LigerFusedLinearCrossEntropyLoss()
-        forms["liger"] = differentiate(lambda: liger(weight, hidden, targets))
-    if importlib.util.find_spec("cut_cross_entropy"):
-        from cut_cross_entropy import linear_cross_entropy
-
-        forms["cut-cross-entropy"] = differentiate(lambda: linear_cross_entropy(hidden, weight, targets))
+    for name, fused in fused_losses(device).items():
+        forms[name] = differentiate(partial(lambda fused: fused(scaled(), weight, targets), fused))
     return forms
 
 
@@ -119,7 +113,7 @@ def main(arguments: Arguments) -> None:
     if not is_available(torch.zeros(1, device="cuda")):
         fail("the kernels need Triton and compute capability 8.0")
     print(f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, bfloat16")
-    print_setting(arguments, "torch", "triton", "liger-kernel", "cut-cross-entropy")
+    print_setting(arguments, "torch", "triton", "liger-kernel", "cut-cross-entropy", "quack-kernels")
     forms = make_forms(arguments, "cuda")
     check(forms)
     figures: dict[str, list[tuple[float, float]]] = {name: [] for name in forms}

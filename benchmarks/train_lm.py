@@ -1,11 +1,12 @@
-"""Training throughput of the main job with one worker, compared with a bare PyTorch loop.
+"""Training throughput of the main job with one worker, compared with bare loops and Hugging Face's Trainer.
 
     .venv/bin/python -m benchmarks.train_lm [--num-steps 100] [--num-rounds 3]
 
 All variants have the same model, batch, dtype and number of threads. Every round runs, one after the other, (a) a bare
 single-process loop, (b) the same loop with the job's statistics at the same steps, (c) the same with DeepSpeed instead
-of a bare optimizer, (d) the job: Ray Data, Ray Train, DeepSpeed, MLflow. Speeds are medians over intervals of
-`log_every` steps, without the first interval.
+of a bare optimizer, (d) the job: Ray Data, Ray Train, DeepSpeed, MLflow. Two peers train the same GPT-2 on the same blocks
+by cross-entropy, without a TempNet and without keeping documents apart: (e) a loop as nanoGPT's, (f) Transformers' Trainer.
+Speeds are medians over intervals of `log_every` steps, without the first interval.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 import tyro
 
 from benchmarks.measure import in_new_process, print_setting, print_table, run_train_lm, spread, tokens_per_second
@@ -25,6 +29,7 @@ from jobs.tasks.presets.language_models import PRESETS
 
 LOG_EVERY = 20
 LOOPS = ("bare", "bare + statistics", "DeepSpeed + statistics")
+PEERS = ("nanoGPT's loop, cross-entropy", "Transformers' Trainer, cross-entropy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +61,84 @@ def make_config(arguments: Arguments, storage: Path) -> LanguageModelConfig:
     )
 
 
+class Pace:
+    """Tokens a second over every interval of LOG_EVERY steps."""
+
+    def __init__(self, config: LanguageModelConfig) -> None:
+        self.num_tokens = LOG_EVERY * config.optimizer.batch_size * config.data.context_length
+        self.speeds: list[float] = []
+        self.started = time.perf_counter()
+
+    def count(self, step: int) -> None:
+        """Note that a step, counted from 1, has ended."""
+        if step % LOG_EVERY == 0:
+            self.speeds.append(self.num_tokens / (time.perf_counter() - self.started))
+            self.started = time.perf_counter()
+
+    def median(self) -> float:
+        """Return the median without the first interval, in which data and code are loaded."""
+        return statistics.median(self.speeds[1:])
+
+
+def read_blocks(config: LanguageModelConfig) -> dict[str, np.ndarray]:
+    """Return the blocks of all steps, as they lie in the prepared text."""
+    from pipelines.text.blocks import read_range
+    from pipelines.text.manifest import Manifest
+
+    prepared = next((Path(config.run.storage) / "prepared").glob("train-*"))
+    return read_range(Manifest.load(str(prepared)), 0, config.run.num_steps * config.optimizer.batch_size)
+
+
+def run_peer(config: LanguageModelConfig, name: str) -> float:
+    """Return the tokens a second of a peer in this process."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from jobs.engine.deepspeed_engine import decay_with_warmup
+    from jobs.tasks.language_model.models import build_base
+    from jobs.tasks.language_model.validation import to_tensors
+    from pipelines.text.tokenization import load_tokenizer
+    from tempnet.models.causal_lm import compile_blocks
+
+    torch.set_num_threads(config.workers.num_threads)
+    settings, num_steps = config.optimizer, config.run.num_steps
+    is_half = config.workers.resolved_precision == "bf16"
+    base = build_base(config, load_tokenizer(config.tokenizer)).train()
+    if config.workers.compiles:
+        compile_blocks(base)
+    ids = to_tensors(read_blocks(config), torch.device("cpu"))["input_ids"]
+    optimizer = torch.optim.AdamW(base.parameters(), settings.learning_rate_base, (0.9, 0.95), fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, decay_with_warmup(num_steps, warmup_share=settings.warmup_share)
+    )
+    pace = Pace(config)
+    if name.startswith("nanoGPT"):
+        for step, rows in enumerate(ids.split(settings.batch_size), start=1):
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_half):
+                logits = base(input_ids=rows[:, :-1], use_cache=False).logits
+                loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(base.parameters(), settings.max_grad_norm)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            pace.count(step)
+        return pace.median()
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            pace.count(state.global_step)
+
+    with tempfile.TemporaryDirectory() as directory:
+        arguments = TrainingArguments(
+            directory, max_steps=num_steps, per_device_train_batch_size=settings.batch_size, bf16=is_half, use_cpu=True,
+            max_grad_norm=settings.max_grad_norm, logging_steps=LOG_EVERY, save_strategy="no", report_to=[],
+            disable_tqdm=True,
+        )  # fmt: skip
+        rows = [{"input_ids": row, "labels": row} for row in ids]
+        Trainer(base, arguments, train_dataset=rows, callbacks=[Watch()], optimizers=(optimizer, schedule)).train()
+    return pace.median()
+
+
 def run_loop(config: LanguageModelConfig, variant: str) -> float:
     """Return the tokens a second of a loop in this process; the blocks are read into memory beforehand."""
     import torch.distributed as dist
@@ -65,14 +148,10 @@ def run_loop(config: LanguageModelConfig, variant: str) -> float:
     from jobs.tasks.base import base_and_tempnet_groups
     from jobs.tasks.language_model.models import build_model
     from jobs.tasks.language_model.validation import to_tensors
-    from pipelines.text.blocks import read_range
-    from pipelines.text.manifest import Manifest
     from pipelines.text.tokenization import load_tokenizer
 
     torch.set_num_threads(config.workers.num_threads)
-    prepared = next((Path(config.run.storage) / "prepared").glob("train-*"))
-    size = config.optimizer.batch_size
-    blocks = read_range(Manifest.load(str(prepared)), 0, config.run.num_steps * size)
+    size, blocks = config.optimizer.batch_size, read_blocks(config)
     module = build_model(config, load_tokenizer(config.tokenizer))
     groups = base_and_tempnet_groups([module.base], [module.tempnet], config.optimizer)
     if variant.startswith("DeepSpeed"):
@@ -82,8 +161,7 @@ def run_loop(config: LanguageModelConfig, variant: str) -> float:
         optimizer = torch.optim.AdamW(with_and_without_decay(groups, config.optimizer.weight_decay), betas=(0.9, 0.95))
         factor = decay_with_warmup(config.run.num_steps, warmup_share=config.optimizer.warmup_share)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [factor] * len(optimizer.param_groups))
-    speeds = []
-    started = time.perf_counter()
+    pace = Pace(config)
     for step in range(1, config.run.num_steps + 1):
         batch = {name: value[(step - 1) * size : step * size] for name, value in blocks.items()}
         tensors = to_tensors(batch, torch.device("cpu"))
@@ -99,11 +177,8 @@ def run_loop(config: LanguageModelConfig, variant: str) -> float:
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-        if step % LOG_EVERY == 0:
-            seconds = time.perf_counter() - started
-            speeds.append(LOG_EVERY * size * config.data.context_length / seconds)
-            started = time.perf_counter()
-    return statistics.median(speeds[1:])
+        pace.count(step)
+    return pace.median()
 
 
 def main(arguments: Arguments) -> None:
@@ -120,6 +195,7 @@ def main(arguments: Arguments) -> None:
             one_process = {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
             speeds = {form: in_new_process(run_loop, config, form, environment=one_process) for form in LOOPS}
             speeds["job"], wait = run_job(arguments, storage, f"round-{number}")
+            speeds |= {name: in_new_process(run_peer, config, name) for name in PEERS}
             rounds.append(speeds)
             waits.append(wait)
             print(

@@ -123,8 +123,6 @@ def run_tasks(
     `run` returns a JSON object, which is saved as the unit's record `<name>.json` after it has returned, so that a record
     exists only if everything else was written. Requests to object stores that had to be repeated are shown and counted.
     """
-    import ray  # Here, because what only reads prepared data need not import it.
-
     done = read_records(names, directory)
     rows = [{"number": number} for number, record in enumerate(done) if record is None]
 
@@ -135,7 +133,9 @@ def run_tasks(
 
     if rows:
         retry_log = RetryLog(partial(print, file=sys.stderr, flush=True))
-        for row in _map_in_tasks(run_row, rows, resources or {}) if ray.is_initialized() else map(run_row, rows):
+        ray = sys.modules.get("ray")  # what reads prepared data, or prepares them alone, need not import it
+        in_tasks = ray is not None and ray.is_initialized()
+        for row in _map_in_tasks(run_row, rows, resources or {}) if in_tasks else map(run_row, rows):
             number = int(row["retries"])
             RETRIES.add(number)
             retry_log.add(number)

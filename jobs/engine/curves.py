@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jobs.engine.metrics import metric_history
-from jobs.engine.tracking import TrackedRun, survive_outage
+from jobs.engine.metrics import TrackedRun, metric_history, survive_outage
 
 _STYLE = """
 body { font: 16px/1.6 Georgia, serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; color: #111; background: #fff; }

@@ -26,21 +26,14 @@ from jobs.engine.failures import FatalTrainingError, describe_continuation, expl
 from jobs.engine.identity import configuration_hash, flatten, recorded_values
 from jobs.engine.lease import Lease, LostRunError
 from jobs.engine.masking import masked
+from jobs.engine.metrics import TrackedRun, survive_outage
 from jobs.engine.preflight import Named, check_plan, find_outcome
 from jobs.engine.recording import RecordModels, finish, record_end
 from jobs.engine.resumption import registered_step
 from jobs.engine.run_list import describe_run
 from jobs.engine.stopping import stopping_softly
 from jobs.engine.task import Membership, Plan, PreparedTask
-from jobs.engine.tracking import (
-    TrackedRun,
-    mark_if_ended,
-    open_run,
-    resolve_uri,
-    run_tags,
-    survive_outage,
-    where_to_browse,
-)
+from jobs.engine.tracking import mark_if_ended, open_run, resolve_uri, run_tags, where_to_browse
 from jobs.engine.worker import EarlyStopping, MembersJob, WorkerJob, train_here
 from pipelines.problems import TooManyProblemsError
 from pipelines.storage import create_directory, resolve, write_json

@@ -8,6 +8,7 @@ are read and checked every `run.log_every` steps, and before anything is validat
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import itertools
 import math
@@ -129,6 +130,7 @@ class TrainingLoop:
         self.losses: list[Tensor] = []
         self.batches_digest = state.batches_digest
         self.total, self.since_report = Throughput(), Throughput()
+        gc.set_threshold(10_000)  # cycles that steps leave may hold memory
 
     def run(self) -> dict[str, Any]:
         """Run the remaining steps, the final validation and the export; return the outcome on rank 0, else `{}`.

@@ -1,38 +1,70 @@
-"""Metrics of an MLflow run: sending them from a background thread, which keeps what could not be sent, and reading them."""
+"""Metrics of an MLflow run: sending them from a background thread, which keeps what could not be sent, and reading them.
+
+MLflow is imported only when it is called, because a worker can make its first steps without it: the import takes seconds.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
-
-from mlflow import MlflowClient
-from mlflow.entities import Metric
-from mlflow.system_metrics.metrics.base_metrics_monitor import BaseMetricsMonitor
-from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
-from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
-from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
-from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
-from mlflow.system_metrics.metrics.rocm_monitor import ROCMMonitor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from jobs.engine.masking import masked
-from jobs.engine.tracking import TrackedRun, metric_name
+
+if TYPE_CHECKING:
+    from mlflow.system_metrics.metrics.base_metrics_monitor import BaseMetricsMonitor
+
+# By default MLflow retries seven times, which takes four minutes, for everything that is sent to an unreachable server.
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+# By default MLflow prints the address of every run that ends, including a password in it.
+os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
+
+logger = logging.getLogger(__name__)
 
 _MAX_METRICS_PER_CALL = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedRun:
+    """An open MLflow run, as plain data that can be sent to the workers."""
+
+    uri: str = field(repr=False)
+    """MLflow tracking URI, including its password if it has one."""
+    run_id: str
+    """MLflow's ID of the run."""
+    experiment_id: str = ""
+    """MLflow's ID of the experiment; empty if the run was not opened here."""
+
+
+def metric_name(key: str) -> str:
+    """Return a metric name that MLflow accepts, which does not allow @."""
+    return key.replace("@", "_at_")
+
+
+@contextmanager
+def survive_outage(what: str) -> Iterator[None]:
+    """Turn any exception inside the block into a warning, so that an MLflow failure does not lose a trained model."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("%s could not be recorded in MLflow: %s", what, masked(str(error)))
 
 
 class MetricLogger:
     """Sends metrics to one run from a background thread; never raises and never blocks training."""
 
     def __init__(self, run: TrackedRun, *, warn: Callable[[str], None], seconds_between_sends: float = 2.0) -> None:
-        self._client = MlflowClient(run.uri)
-        self._run_id = run.run_id
+        self._tracked = run
         self._warn = warn
         self._seconds = seconds_between_sends
         self._lock = threading.Lock()
-        self._waiting: list[Metric] = []
+        self._waiting: list[list[Any]] = []  # key, value, milliseconds, step
         self._stop = threading.Event()
         self._deadline = math.inf  # for the last attempts to send, set by close()
         self._thread = threading.Thread(target=self._run, name="mlflow-metrics", daemon=True)
@@ -43,20 +75,18 @@ class MetricLogger:
         now = int(time.time() * 1000)
         with self._lock:
             self._waiting += [
-                Metric(metric_name(key), float(value), now, step)
-                for key, value in metrics.items()
-                if math.isfinite(value)
+                [metric_name(key), float(value), now, step] for key, value in metrics.items() if math.isfinite(value)
             ]
 
     def unsent(self) -> list[list[Any]]:
         """Return the values that have not been sent, as plain data for a checkpoint."""
         with self._lock:
-            return [[metric.key, metric.value, metric.timestamp, metric.step] for metric in self._waiting]
+            return [*self._waiting]
 
     def resend(self, metrics: Iterable[Sequence[Any]]) -> None:
         """Queue values that :meth:`unsent` returned; sending a value twice is harmless."""
         with self._lock:
-            self._waiting += [Metric(*metric) for metric in metrics]
+            self._waiting += map(list, metrics)
 
     def close(self, *, seconds: float = 30.0) -> int:
         """Send the remaining values within the given time; returns the number of values that could not be sent."""
@@ -81,7 +111,7 @@ class MetricLogger:
             batch = self._waiting[:_MAX_METRICS_PER_CALL]
         while batch:
             try:
-                self._client.log_batch(self._run_id, metrics=batch, synchronous=True)
+                send_metrics(self._tracked, batch)
             except Exception as error:  # training must go on, whatever the error
                 self._warn(f"MLflow is unreachable, {len(self._waiting)} values wait: {masked(str(error))}")
                 return False
@@ -93,15 +123,19 @@ class MetricLogger:
 
 def send_metrics(run: TrackedRun, metrics: Sequence[Sequence[Any]]) -> None:
     """Send values that :meth:`MetricLogger.unsent` returned; sending a value twice is harmless."""
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric
+
     client = MlflowClient(run.uri)
     for first in range(0, len(metrics), _MAX_METRICS_PER_CALL):
-        client.log_batch(
-            run.run_id, metrics=[Metric(*metric) for metric in metrics[first : first + _MAX_METRICS_PER_CALL]]
-        )
+        part = [Metric(*metric) for metric in metrics[first : first + _MAX_METRICS_PER_CALL]]
+        client.log_batch(run.run_id, metrics=part, synchronous=True)
 
 
 def metric_history(run: TrackedRun, key: str) -> dict[int, float]:
     """Return step → value of a metric; if a restart logged a step again, the latest value counts."""
+    from mlflow import MlflowClient
+
     history = MlflowClient(run.uri).get_metric_history(run.run_id, metric_name(key))
     return {metric.step: metric.value for metric in sorted(history, key=lambda metric: metric.timestamp)}
 
@@ -114,7 +148,6 @@ class SystemMetrics:
 
     def __init__(self, logger: MetricLogger, step: Callable[[], int], *, seconds_between_samples: float = 10.0) -> None:
         self._logger, self._step, self._seconds = logger, step, seconds_between_samples
-        self._monitors = [CPUMonitor(), DiskMonitor(), NetworkMonitor(), *_gpu_monitors()]
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="system-metrics", daemon=True)
         self._thread.start()
@@ -125,6 +158,7 @@ class SystemMetrics:
         self._thread.join()
 
     def _run(self) -> None:
+        self._monitors = _monitors()
         for monitor in self._monitors:  # CPU load is measured since the thread's previous call; the first gives 0
             monitor.collect_metrics()
             monitor.clear_metrics()
@@ -140,12 +174,18 @@ class SystemMetrics:
             self._logger.log({f"system/{name}": value for name, value in figures.items()}, self._step())
 
 
-def _gpu_monitors() -> list[BaseMetricsMonitor]:
-    """Return the monitors of the GPUs on this machine.
+def _monitors() -> list[BaseMetricsMonitor]:
+    """Return the monitors of this machine.
 
-    They need `nvidia-ml-py` or `pyrsmi`, and raise an error on creation if they cannot read any GPU.
+    Those of GPUs need `nvidia-ml-py` or `pyrsmi`, and raise an error on creation if they cannot read any GPU.
     """
-    found: list[BaseMetricsMonitor] = []
+    from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
+    from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
+    from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
+    from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
+    from mlflow.system_metrics.metrics.rocm_monitor import ROCMMonitor
+
+    found: list[BaseMetricsMonitor] = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
     for monitor in (GPUMonitor, ROCMMonitor):
         try:
             found.append(monitor())

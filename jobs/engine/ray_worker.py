@@ -35,7 +35,7 @@ def pack_job(job: WorkerJob, *, directory: str, checkpoint: str) -> dict[str, An
 
 def run_worker(settings: dict[str, Any]) -> dict[str, Any]:
     """Unpack the job and train to the end of the run."""
-    gc.set_threshold(10_000)  # as `jobs.engine.command_line.run_job` does
+    gc.set_threshold(100_000)  # as `jobs.engine.command_line.run_job` does
     from jobs.engine.worker import train_from_newest
 
     job = cloudpickle.loads(settings.pop("job"))
@@ -44,7 +44,7 @@ def run_worker(settings: dict[str, Any]) -> dict[str, Any]:
 
 def export_worker(settings: dict[str, Any]) -> dict[str, Any]:
     """Unpack the job, load the checkpoint of the settings, and write the task's export."""
-    gc.set_threshold(10_000)  # as `jobs.engine.command_line.run_job` does
+    gc.set_threshold(100_000)  # as `jobs.engine.command_line.run_job` does
     from jobs.engine.worker import export_checkpoint
 
     job = cloudpickle.loads(settings["job"])

@@ -17,9 +17,9 @@ from jobs.engine.baselines import verdict
 from jobs.engine.config import TrainingConfig
 from jobs.engine.fields import resolve_fields
 from jobs.engine.masking import masked
-from jobs.engine.metrics import send_metrics
+from jobs.engine.metrics import TrackedRun, send_metrics, survive_outage
 from jobs.engine.task import Plan, PreparedTask
-from jobs.engine.tracking import TrackedRun, finish_run, reconnection_uri, survive_outage
+from jobs.engine.tracking import finish_run, reconnection_uri
 from pipelines.storage import exists, read_json, resolve, write_bytes, write_json
 from pipelines.store_errors import RETRIES
 from tempnet.network import CONFIG_FILE, HUB_NAME, PAIRED_DIRECTORY, TempNet, model_card

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from torch import Size, Tensor, nn
 
 from jobs.engine.config import TrainingConfig
-from jobs.engine.tracking import TrackedRun
+from jobs.engine.metrics import TrackedRun
 from pipelines.storage import write_json
 from pipelines.stream import Batch, RankStream
 

@@ -20,7 +20,6 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -32,6 +31,7 @@ from mlflow.exceptions import MlflowException
 from jobs.engine.config import TrackingSection
 from jobs.engine.identity import configuration_hash
 from jobs.engine.masking import masked
+from jobs.engine.metrics import TrackedRun, metric_name, survive_outage
 from jobs.engine.revision import revision_tags
 from pipelines.block_cache import open_locked
 
@@ -39,26 +39,10 @@ logger = logging.getLogger(__name__)
 
 _SECONDS_TO_ANSWER = 10
 _ANSWERS_OF_MLFLOW = (401, 404)  # asks for a login; or is older than its health check
-# By default MLflow retries seven times, which takes four minutes, for everything that is sent to an unreachable server.
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
-# By default MLflow prints the address of every run that ends, including a password in it.
-os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
 _DATABASES = ("postgresql", "mysql", "mssql")
 _RUN_TAG = "tempnet.run_directory"
 # Without a type MLflow shows its view for agents.
 _RUNS_QUERY = "workflowType=machine_learning&compareRunsMode=CHART"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrackedRun:
-    """An open MLflow run, as plain data that can be sent to the workers."""
-
-    uri: str = field(repr=False)
-    """MLflow tracking URI, including its password if it has one."""
-    run_id: str
-    """MLflow's ID of the run."""
-    experiment_id: str = ""
-    """MLflow's ID of the experiment; empty if the run was not opened here."""
 
 
 def default_uri(storage: str) -> str:
@@ -188,20 +172,6 @@ def _naming_refusals(uri: str, name: str) -> Iterator[None]:
         yield
     except MlflowException as error:
         raise ConnectionError(f"MLflow at {masked(uri)} refuses the run {name!r}: {masked(str(error))}") from None
-
-
-def metric_name(key: str) -> str:
-    """Return a metric name that MLflow accepts, which does not allow @."""
-    return key.replace("@", "_at_")
-
-
-@contextlib.contextmanager
-def survive_outage(what: str) -> Iterator[None]:
-    """Turn any exception inside the block into a warning, so that an MLflow failure does not lose a trained model."""
-    try:
-        yield
-    except Exception as error:
-        logger.warning("%s could not be recorded in MLflow: %s", what, masked(str(error)))
 
 
 @contextlib.contextmanager

@@ -29,8 +29,8 @@ from pipelines.storage import resolve
 if TYPE_CHECKING:  # the driver needs neither DeepSpeed nor MLflow for these
     from jobs.engine.config import TrainingConfig
     from jobs.engine.loop import TrainingLoop
+    from jobs.engine.metrics import TrackedRun
     from jobs.engine.task import CreateTask
-    from jobs.engine.tracking import TrackedRun
 
 # Set for workers that compute on CPUs. Ray runs their code in a thread, where glibc returns every freed megabyte to the
 # kernel and gets it back as zeroed pages, which costs a small step at least a quarter of its time (benchmarks/README.md).
@@ -159,6 +159,20 @@ def worker_environment(config: TrainingConfig) -> dict[str, str]:
     return environment
 
 
+def import_deepspeed() -> None:
+    """Import DeepSpeed without MLflow, which its autotuner imports: no worker needs that, or not before its first steps.
+
+    The import takes a second or more and 100 MB.
+    """
+    if "mlflow" in sys.modules:
+        return
+    sys.modules["mlflow"] = None  # type: ignore[assignment]  # `import mlflow` raises ImportError, which DeepSpeed expects
+    try:
+        import deepspeed  # noqa: F401
+    finally:
+        del sys.modules["mlflow"]
+
+
 def train_from_newest(job: WorkerJob, context: WorkerContext, *, directory: str, checkpoint: str) -> dict[str, Any]:
     """Train to the end of the run, from its newest checkpoint that is whole; all workers call this.
 
@@ -190,6 +204,7 @@ def _choose(directory: str, damaged: dict[str, str], context: WorkerContext) -> 
 
 def _train(job: WorkerJob, context: WorkerContext, *, checkpoint: str, is_own: bool) -> dict[str, Any]:
     """Train to the end of the run; return also `{"damaged": {checkpoint: message}}` if one of its own is damaged."""
+    import_deepspeed()
     from jobs.engine.checkpoint import DamagedCheckpointError
     from pipelines.problems import TooManyProblemsError
 
@@ -214,6 +229,7 @@ def _train(job: WorkerJob, context: WorkerContext, *, checkpoint: str, is_own: b
 
 def export_checkpoint(job: WorkerJob, context: WorkerContext, *, checkpoint: str) -> dict[str, Any]:
     """Load a checkpoint and write the task's export; return `{"fatal": message}` if the checkpoint cannot be used."""
+    import_deepspeed()
     from jobs.engine.checkpoint import DamagedCheckpointError
     from jobs.engine.loop import TrainingLoop
 

@@ -19,7 +19,8 @@ import pyarrow.fs
 from jobs.engine.description import markdown_table
 from jobs.engine.identity import flatten
 from jobs.engine.masking import masked
-from jobs.engine.tracking import TrackedRun, finish_run, open_run, survive_outage
+from jobs.engine.metrics import TrackedRun, survive_outage
+from jobs.engine.tracking import finish_run, open_run
 from jobs.scoring.analyses.config import Analysis
 from jobs.scoring.config import EvaluationConfig
 from jobs.scoring.models import ModelSpec

@@ -33,18 +33,17 @@ from jobs.engine.identity import flatten
 from jobs.engine.launch import claim_directory, train, train_group
 from jobs.engine.lease import Lease
 from jobs.engine.masking import masked
+from jobs.engine.metrics import TrackedRun, survive_outage
 from jobs.engine.preflight import Named
 from jobs.engine.recording import record_end
 from jobs.engine.task import Plan
 from jobs.engine.tracking import (
-    TrackedRun,
     end_children,
     finish_run,
     mark_if_ended,
     open_run,
     origin_tags,
     run_tags,
-    survive_outage,
     where_to_browse,
 )
 from jobs.engine.worker import EarlyStopping

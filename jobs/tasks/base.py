@@ -27,9 +27,9 @@ from jobs.engine.failures import FatalTrainingError
 from jobs.engine.fields import resolve_fields, with_absolute_paths
 from jobs.engine.hardware import worker_device
 from jobs.engine.identity import fixed_values
+from jobs.engine.metrics import TrackedRun
 from jobs.engine.rho import RhoSteering
 from jobs.engine.task import Membership, ParameterGroup, PreparedTask, Statistics, Task, trainable
-from jobs.engine.tracking import TrackedRun
 from jobs.tasks.config import ReadSection
 from pipelines.block_cache import DIRECTORY_VARIABLE
 from pipelines.object_store import is_local

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import t as student
@@ -17,6 +19,22 @@ from benchmarks.band_search import KINDS, draw_worlds, run_search
 from benchmarks.decoders import held_out_texts, show_differences
 from benchmarks.measure import ratios, spread
 from benchmarks.product_paths import FACTORS, TARGETS, WORDS, check, split_targets
+from benchmarks.softmax_loss import fused_losses
+
+# ---- peers -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_fused_cross_entropy_takes_a_temperature_for_every_token() -> None:
+    """τ, hidden states and weight get the gradients of the cross-entropy of z/τ from a peer that knows no temperature."""
+    hidden, weight, tau = torch.randn(40, 8).double(), torch.randn(50, 8).double(), 0.5 + torch.rand(40).double()
+    leaves = [leaf.requires_grad_() for leaf in (hidden, weight, tau)]
+    targets = torch.randint(50, (40,))
+    expected = F.cross_entropy(hidden @ weight.T / tau.unsqueeze(-1), targets)
+    found = fused_losses("cpu")["torch, chunked"](hidden / tau.unsqueeze(-1), weight, targets)
+    torch.testing.assert_close(found, expected)
+    for own, other in zip(torch.autograd.grad(found, leaves), torch.autograd.grad(expected, leaves), strict=True):
+        torch.testing.assert_close(own, other)
+
 
 # ---- tasks -----------------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,7 @@ from mlflow.entities import Run
 from support import readme_lines
 
 from jobs.engine.command_line import parse_preset
-from jobs.engine.metrics import metric_history
-from jobs.engine.tracking import TrackedRun
+from jobs.engine.metrics import TrackedRun, metric_history
 from jobs.tasks.classifier.config import ClassifierConfig, CrossValidationConfig
 from jobs.tasks.presets.classifiers import PRESETS
 from pipelines.storage import read_json

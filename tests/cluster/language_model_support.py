@@ -14,8 +14,7 @@ from readme_support import lines_like
 
 from jobs.engine.identity import flatten
 from jobs.engine.launch import train as run_plan
-from jobs.engine.metrics import metric_history
-from jobs.engine.tracking import TrackedRun
+from jobs.engine.metrics import TrackedRun, metric_history
 from jobs.scoring.mlflow_models import record_models
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.plan import make_plan

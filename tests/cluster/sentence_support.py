@@ -8,8 +8,7 @@ from typing import Any
 
 from support import tiny_run
 
-from jobs.engine.metrics import metric_history
-from jobs.engine.tracking import TrackedRun
+from jobs.engine.metrics import TrackedRun, metric_history
 from jobs.tasks.presets.sentences import PRESETS
 from jobs.tasks.sentence_encoder.config import DocumentTemperatureSection, SentenceConfig
 

@@ -16,8 +16,7 @@ from mlflow import MlflowClient
 from safetensors.numpy import load_file
 from support import ROOT
 
-from jobs.engine.metrics import metric_history
-from jobs.engine.tracking import TrackedRun
+from jobs.engine.metrics import TrackedRun, metric_history
 
 pytestmark = pytest.mark.cluster
 

@@ -14,8 +14,7 @@ from sample_state_support import sample_states
 from support import outcome_of
 
 from jobs import prepare_features, sweep, train_clip
-from jobs.engine.metrics import metric_history
-from jobs.engine.tracking import TrackedRun
+from jobs.engine.metrics import TrackedRun, metric_history
 from tempnet.models.dual_encoder import DualEncoder, load_pair_tempnets
 
 pytestmark = pytest.mark.cluster

@@ -212,7 +212,11 @@ def load(heavy, *names):
         importlib.import_module(name)
         print(name, *sorted(heavy & set(sys.modules)))
 load({{"deepspeed", "mlflow", "ray", "transformers"}}, *(f"jobs.{{name}}" for name in {commands}))
-load({{"matplotlib", "jobs.engine.launch"}}, "jobs.engine.loop", *{parts})
+for name in [name for name in sys.modules if name.partition(".")[0] in ("mlflow", "jobs")]:
+    del sys.modules[name]
+from jobs.engine.worker import import_deepspeed
+import_deepspeed()
+load({{"matplotlib", "mlflow", "jobs.engine.launch"}}, "jobs.engine.loop", *{parts})
 """
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     lines = [line for line in shown.splitlines() if line.startswith("jobs.")]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from jobs.tasks.base import naming_field
 from pipelines.lines import decode, lines_of
 from pipelines.storage import read_bytes
 
@@ -24,6 +23,8 @@ def describe_judged(path: str, format_name: str, generator: str) -> str:
         OSError: if the file cannot be read.
         ValueError: if it is not in the judge's form, or holds nothing about this model.
     """
+    from jobs.tasks.base import naming_field  # here, because it imports Transformers
+
     with naming_field("judged = "):
         text = decode(read_bytes(path))
     read, describe = _JUDGES[format_name]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jobs.engine.config import TrainingConfig
-from jobs.engine.tracking import TrackedRun
+from jobs.engine.metrics import TrackedRun
 
 
 def record_models(config: TrainingConfig, tracked: TrackedRun, outcome: Mapping[str, Any] | None) -> None:

@@ -25,8 +25,8 @@ from mlflow.models.model import MLMODEL_FILE_NAME
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
 from pyarrow.fs import FileSelector, FileType
 
+from jobs.engine.metrics import TrackedRun
 from jobs.engine.resumption import whole_checkpoints
-from jobs.engine.tracking import TrackedRun
 from jobs.scoring.mlflow_models.predictors import EXAMPLES, INPUTS, predictor_kind
 from pipelines.storage import relative, resolve
 from tempnet.network import PAIRED_DIRECTORY

@@ -28,9 +28,9 @@ from jobs.engine.description import markdown_table
 from jobs.engine.export import open_export
 from jobs.engine.identity import differences, flatten
 from jobs.engine.masking import masked
-from jobs.engine.metrics import MetricLogger
+from jobs.engine.metrics import MetricLogger, survive_outage
 from jobs.engine.preflight import check_writable
-from jobs.engine.tracking import finish_run, mark_if_ended, open_run, resolve_uri, run_tags, survive_outage
+from jobs.engine.tracking import finish_run, mark_if_ended, open_run, resolve_uri, run_tags
 from jobs.scoring.generation.sampling import TemperatureRule
 from jobs.scoring.reward.config import RewardConfig
 from jobs.scoring.reward.plan import RewardPlan, describe_plan, make_plan, refer_to_base

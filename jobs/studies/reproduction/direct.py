@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,11 @@ from jobs.tasks.presets import clip
 from jobs.tasks.presets.language_models import PRESETS
 from tempnet.contrastive.normalisers import in_batch
 from tempnet.contrastive.tiles import artanh_slope, clamp_cosines
-from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.network import TempNet
 from tempnet.network_config import TempNetConfig
+
+if TYPE_CHECKING:
+    from tempnet.models.causal_lm import TemperatureCausalLM
 
 # Base model → the number and the configuration of its TempNets. 50 304 is GPT-2's vocabulary, padded.
 _NETWORKS = {
@@ -104,6 +106,7 @@ def measure_llama_overhead(scale: str, seed: int) -> dict[str, dict[str, float]]
     """
     from transformers import AutoModelForCausalLM, LlamaConfig
 
+    from tempnet.models.causal_lm import TemperatureCausalLM
     from tempnet.softmax.config import TemperatureLossConfig
 
     is_small = scale == "small"

@@ -27,11 +27,11 @@ from jobs.engine.identity import configuration_hash
 from jobs.engine.launch import claim_directory, tracking_uri
 from jobs.engine.lease import Lease
 from jobs.engine.masking import masked
-from jobs.engine.metrics import send_metrics
+from jobs.engine.metrics import TrackedRun, send_metrics, survive_outage
 from jobs.engine.preflight import check_directory, check_room
 from jobs.engine.resumption import best_checkpoint, whole_checkpoints
 from jobs.engine.task import Plan
-from jobs.engine.tracking import TrackedRun, find_child, finish_run, mark_if_ended, survive_outage
+from jobs.engine.tracking import find_child, finish_run, mark_if_ended
 from jobs.studies.sweeps.band_search import LOSS, TITLE, Point, describe_scores, is_wide, list_corners
 from jobs.studies.sweeps.config import SweepConfig, name_of, place_trial, with_values
 from jobs.studies.sweeps.report import Row, as_markdown, as_page, best_values, choose, make_row

@@ -15,12 +15,12 @@ import dataclasses
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 from torch import Tensor
 
@@ -149,7 +149,8 @@ def _in_task(
     device_map: str | None = None,
     num_gpus: int = 1,
 ) -> dict[str, Any]:
-    if not ray.is_initialized():
+    ray = sys.modules.get("ray")  # a run in this process does without it
+    if ray is None or not ray.is_initialized():
         return _measure(config, text, features, wanted, device_map)
     workers = config.workers
     task = ray.remote(num_cpus=workers.cpus_per_worker, num_gpus=num_gpus if workers.use_gpu else 0)(_measure)

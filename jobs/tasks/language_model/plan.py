@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from jobs.engine.description import check_fits, describe_plan
 from jobs.engine.launch import tracking_uri
+from jobs.engine.metrics import TrackedRun
 from jobs.engine.task import PreparedTask, data_set
-from jobs.engine.tracking import TrackedRun
 from jobs.tasks.base import (
     BasePlan,
     DataReference,

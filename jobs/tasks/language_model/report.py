@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from jobs.engine.curves import draw_curves, draw_histogram, html_page, pyplot
 from jobs.engine.description import results
-from jobs.engine.tracking import TrackedRun
+from jobs.engine.metrics import TrackedRun
 from pipelines.text.tokenization import added_text, token_pieces
 from tempnet.softmax.config import LOSS_KINDS
 

@@ -20,8 +20,8 @@ from jobs.engine.description import describe_plan
 from jobs.engine.identity import flatten
 from jobs.engine.launch import claim_directory
 from jobs.engine.masking import masked
-from jobs.engine.metrics import MetricLogger
-from jobs.engine.tracking import TrackedRun, open_run, reconnection_uri, resolve_uri, survive_outage, where_to_browse
+from jobs.engine.metrics import MetricLogger, TrackedRun, survive_outage
+from jobs.engine.tracking import open_run, reconnection_uri, resolve_uri, where_to_browse
 from jobs.scoring.language_models.config import EvaluateConfig
 from jobs.scoring.results import publish_evaluation
 from jobs.studies.trials import describe_error

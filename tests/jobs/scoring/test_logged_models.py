@@ -21,9 +21,9 @@ from mlflow.entities import LoggedModel
 from prediction_support import CONTEXT_LENGTH, save_tiny_model, some_texts
 from transformers import AutoConfig, AutoModel
 
-from jobs.engine.metrics import MetricLogger
+from jobs.engine.metrics import MetricLogger, TrackedRun
 from jobs.engine.resumption import write_file_list
-from jobs.engine.tracking import TrackedRun, open_run
+from jobs.engine.tracking import open_run
 from jobs.scoring.mlflow_models.predictors import EXAMPLES, CaptionTemperatures, SentenceTemperatures, predictor_kind
 from jobs.scoring.mlflow_models.record import record_checkpoints, record_export
 from pipelines.text.tokenization import load_tokenizer, train_wordpiece
