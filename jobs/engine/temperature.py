@@ -91,7 +91,7 @@ class ContrastiveSection(TempNetSection, ContrastiveOptions):
     @property
     def needs_prototypes(self) -> bool:
         """Whether networks of the loss begin with embeddings of training samples."""
-        return (self.needs_tempnets and self.projection) or LOSS_KINDS[self.loss].normaliser == "predicted"
+        return self.needs_tempnets and self.projection
 
     @property
     def has_free_tau(self) -> bool:

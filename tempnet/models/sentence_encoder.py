@@ -286,12 +286,10 @@ class TemperatureSentenceEncoder(nn.Module):
 
     @torch.no_grad()
     def init_prototypes(self, sentences: Tensor) -> None:
-        """Set the d2 prototypes of TempNet and normaliser network from the first d2 of these embeddings (d2 or more, d).
+        """Set the TempNet's d2 prototypes from the first d2 of these sentence embeddings (d2 or more, d).
 
         They are unit vectors, the same on all ranks; fewer than d2 raise ValueError.
         """
         assert self.loss is not None
-        if (network := self.loss.tempnet) is not None and network.config.projection:
-            network.init_prototypes(sentences)
-        if (normaliser := self.loss.bimodal.image_normaliser) is not None:
-            normaliser.init_prototypes(sentences)
+        assert self.loss.tempnet is not None
+        self.loss.tempnet.init_prototypes(sentences)

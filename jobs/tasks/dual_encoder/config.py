@@ -159,6 +159,12 @@ class PairTemperatureSection(ContrastiveSection):
     """Table with the temperatures of the training pairs, as `jobs.predict_temperatures` writes it. Required by the loss
     sogclr_given; other losses do not accept one."""
 
+    @property
+    def needs_prototypes(self) -> bool:
+        """Whether networks of the loss begin with embeddings of training samples."""
+        predicts = LOSS_KINDS[self.loss].normaliser == "predicted"
+        return predicts or (self.needs_tempnets and self.projection)
+
     def __post_init__(self) -> None:
         ContrastiveSection.__post_init__(self)
         if (LOSS_KINDS[self.loss].temperature == "given") != bool(self.table):

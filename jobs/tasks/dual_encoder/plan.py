@@ -98,7 +98,7 @@ class ClipPlan(BasePlan[ClipConfig]):
             num_units=size,
             unit="pairs",
             readers="" if config.model.features else f"; {config.data.num_readers} readers each",
-            parameters=f"{towers}, TempNets {self.num_tempnet_parameters:,}",
+            parameters=f"{towers}, networks of the loss {self.num_tempnet_parameters:,}",
             num_trained=num_base_parameters + self.num_tempnet_parameters - num_frozen,
             num_frozen=num_frozen,
             tracking_uri=self.tracking_uri,

@@ -61,14 +61,13 @@ class SentenceTask(BaseTask[SentenceConfig]):
         tokenizer = load_tokenizer(self.config.tokenizer, needs_eos=False)
         self.module = build_model(self.config, tokenizer, num_documents=self.train.num_rows, device=device)
         loss = self.module.loss
-        temperature, is_streaming = self.config.temperature, self.config.data.is_streaming
-        if is_fresh and loss is not None and temperature.needs_prototypes and not is_streaming:
-            self._init_prototypes(temperature.num_prototypes, device)
+        if is_fresh and loss is not None and loss.tempnet is not None and loss.tempnet.config.projection:
+            self._init_prototypes(loss.tempnet.config.num_prototypes, device)
         self.held_out = SpanSet.read(self.validation, self.config, rank=self.rank, world_size=self.world_size)
 
     @torch.no_grad()
     def _init_prototypes(self, count: int, device: torch.device) -> None:
-        """Initialise the networks' prototypes from anchors of random training documents, the same on every rank."""
+        """Initialise the TempNet's prototypes from anchors of random training documents, the same on every rank."""
         rng = np.random.default_rng([self.config.run.seed, self.train.num_rows])
         ids = np.sort(rng.choice(self.train.num_rows, size=count, replace=False))
         self.module.eval()

@@ -120,7 +120,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "--temperature.loss sogclr_given --temperature.target-tau None": "the loss sogclr_given needs a table",
         "--temperature.loss sogclr_given --temperature.target-tau None --temperature.table none":
             "temperature.table = … not exist",
-        "--temperature.loss isogclr": "or tempnet (contrastive)",
+        "--temperature.loss isogclr": "tempnet or tempnet_neuclip (contrastive)",
         "--temperature.target-tau 0.06": "target_tau = 0.06 must lie between τ₀ = 0.001 and τ_max = 0.05",
         "--temperature.input-shift mean": "temperature.input_shift = mean shifts logits",
         "--temperature.tau-min 0.1": "0 < tau_min < tau_max does not hold",

@@ -38,7 +38,7 @@ def configs(tmp_path: Path) -> list[ClipConfig]:
     base = make_frozen_config(tmp_path)
     temperatures: list[dict[str, Any]] = [
         {}, {"rho": 2.0, "tau_max": 0.04, "gamma": 0.5}, {"hidden_size": 4, "num_prototypes": 3},
-        {"loss": "tempnet_in_batch"}, {"gamma_schedule": "cosine", "target_tau": 0.02},
+        {"loss": "tempnet_in_batch"}, {"loss": "tempnet_neuclip", "target_tau": 0.02},
     ]  # fmt: skip
     optimizers: list[dict[str, Any]] = [
         {}, {"learning_rate_tempnet": 0.03, "max_grad_norm": 1e-3}, {"weight_decay": 0.0, "beta2": 0.9},

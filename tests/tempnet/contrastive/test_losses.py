@@ -213,12 +213,14 @@ def test_autocast_evaluation_and_a_frozen_encoder_change_nothing_else() -> None:
 MANY: tuple[tuple[str, dict[str, Any], float], ...] = (
     ("tempnet", {}, 0.7), ("tempnet", {"rho": 0.4, "tau_max": 0.3}, 0.2), ("tempnet_in_batch", {}, 1.0),
     ("isogclr", {"tau_step": 0.1}, 0.5), ("sogclr", {}, 0.9), ("clip", {}, 1.0), ("cyclip", {}, 1.0),
+    ("tempnet_neuclip", {}, 0.3), ("fastclip_v0", {}, 0.5),
 )  # fmt: skip
 """Name, changes of the configuration, and γ; normalisers and temperatures may be mixed."""
 ARTANH: tuple[tuple[str, dict[str, Any], float], ...] = (("temperature_free", {}, 1.0),) * 2
+SIGMOID: tuple[tuple[str, dict[str, Any], float], ...] = (("siglip", {}, 1.0), ("siglip", {"bias": -0.5}, 1.0))
 
 
-@pytest.mark.parametrize(("cases", "tile_size"), [(MANY, 5), (MANY, 64), (ARTANH, 5)], ids=["5", "64", "artanh"])
+@pytest.mark.parametrize(("cases", "tile_size"), [(MANY, 5), (MANY, 64), (ARTANH, 5), (SIGMOID, 5)])
 def test_several_losses_of_a_batch_are_those_that_they_would_be_alone(cases: Any, tile_size: int) -> None:
     configs = [make_config(name, tile_size=tile_size, **changes) for name, changes, _ in cases]
     gammas = [gamma for *_, gamma in cases]
