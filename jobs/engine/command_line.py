@@ -235,7 +235,7 @@ _PRESETS = {
     "train_classifier": re.compile(r"triple-entropy.*"),
 }
 _TRAINED = ("train_lm", "train_clip", "train_sentences")  # the jobs whose runs have an export
-_PLACEHOLDER = "'model' is no local directory"  # the path in the preset `frozen`
+_PLACEHOLDERS = ("'model' is no local directory", "tokenizer = 'model'")  # the path in the preset `frozen`
 _NO_MODEL = "Transformers model"  # part of every message about a directory that is none
 
 
@@ -249,7 +249,7 @@ def with_hint(message: str) -> str:
         if word.startswith("//"):  # a URI without its scheme
             continue
         hint = ""
-        if word == "model" and _PLACEHOLDER in message:
+        if word == "model" and any(text in message for text in _PLACEHOLDERS):
             return f"{message.rstrip('.')}. The preset `frozen` is for a model of your own: give --model.path"
         if (path := Path(word).expanduser()).exists():
             hint = _meant(path, word) if _NO_MODEL in message else ""

@@ -283,7 +283,8 @@ def test_the_command_that_makes_what_is_missing_is_named(tmp_path: Path, monkeyp
         ("train_clip", clip),
     ):
         assert {job_of(name) for name in others.PRESETS} == {job}
-    assert with_hint("model.path = 'model' is no local directory, and").endswith("of your own: give --model.path")
+    for refused in ("model.path = 'model' is no local directory, and", "tokenizer = 'model' cannot be loaded"):
+        assert with_hint(refused).endswith("of your own: give --model.path")
     assert "your own data: give --data.train" in with_hint("data.train: uri 'data/train': no such file or directory")
     Path("runs/mine/export").mkdir(parents=True)
     Path("runs/mine/export/config.json").write_text("{}")
