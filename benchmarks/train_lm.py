@@ -156,7 +156,7 @@ def run_loop(config: LanguageModelConfig, variant: str) -> float:
     groups = base_and_tempnet_groups([module.base], [module.tempnet], config.optimizer)
     if variant.startswith("DeepSpeed"):
         dist.init_process_group("gloo", init_method="tcp://127.0.0.1:29571", rank=0, world_size=1)
-        engine = start_engine(module, groups, config)
+        engine = start_engine(module, [(groups, config)], config)
     else:
         optimizer = torch.optim.AdamW(with_and_without_decay(groups, config.optimizer.weight_decay), betas=(0.9, 0.95))
         factor = decay_with_warmup(config.run.num_steps, warmup_share=config.optimizer.warmup_share)

@@ -17,7 +17,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -32,7 +32,6 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from jobs.engine.config import TrainingConfig
 from jobs.engine.deepspeed_engine import keeping_settings
@@ -72,6 +71,15 @@ class RunState:
     """Number of requests to object stores that were repeated (`pipelines.store_errors`)."""
     batches_digest: str = ""
     """Hash of the items of every batch so far, in order; empty at the beginning."""
+    failure: str = ""
+    """Why the run has failed beside others; empty if it has not."""
+    members: list[dict[str, Any]] = field(default_factory=list)
+    """Of several runs that train side by side: ratings, unsent metrics, validations and failure of every one."""
+
+    def of_runs(self, number: int) -> list[dict[str, Any]]:
+        """Return what belongs to every one of so many runs alone."""
+        own = {name: getattr(self, name) for name in ("best_rating", "unsent_metrics", "validations", "failure")}
+        return self.members or [own] * number
 
 
 FRESH_STATE = RunState(
@@ -215,9 +223,7 @@ def load_checkpoint(
     engine.checkpoint_engine = SafeCheckpointEngine()
     is_divided = num_writers != engine.dp_world_size and engine.zero_optimization()
     has_partitions = is_divided and engine.zero_optimization_stage() == ZeroStageEnum.weights
-    with ExitStack() as stack:
-        for optimizer, schedule in _optimizers(engine):
-            stack.enter_context(keeping_settings(optimizer, schedule))
+    with keeping_settings(engine.optimizer, engine.lr_scheduler):
         read = partial(engine.checkpoint_engine.load, map_location="cpu")
         if has_partitions:
             load_partitions(engine, directory / _TAG, read, num_writers=num_writers)
@@ -228,18 +234,10 @@ def load_checkpoint(
             if is_divided:
                 load_moments(engine, directory / _TAG, read, num_writers=num_writers)
     # Fused AdamW counts steps on the device of the weights; a checkpoint may have been read or written on the CPU.
-    for optimizer, _ in _optimizers(engine):
-        for weights, moments in getattr(optimizer, "optimizer", optimizer).state.items():
-            if "step" in moments:
-                moments["step"] = moments["step"].to(weights.device)
+    for weights, moments in getattr(engine.optimizer, "optimizer", engine.optimizer).state.items():
+        if "step" in moments:
+            moments["step"] = moments["step"].to(weights.device)
     load_more(directory, num_writers)
-
-
-def _optimizers(engine: Any) -> list[tuple[Any, LambdaLR]]:
-    """Return the optimizers with their schedules: DeepSpeed has one, `NetworksEngine` has one for each network."""
-    if isinstance(engine, DeepSpeedEngine):
-        return [(engine.optimizer, engine.lr_scheduler)]
-    return list(zip(engine.optimizers, engine.schedulers, strict=True))
 
 
 # ---- on another number of workers than wrote it, which DeepSpeed refuses ---------------------------------------------

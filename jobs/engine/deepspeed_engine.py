@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import deepspeed
 import torch
@@ -45,34 +45,60 @@ def deepspeed_config(config: TrainingConfig) -> dict[str, Any]:
     }
 
 
-def start_engine(module: nn.Module, groups: list[ParameterGroup], config: TrainingConfig) -> DeepSpeedEngine:
-    """Start DeepSpeed with AdamW; every group has its own learning rate, and the TempNet's group its own schedule."""
-    optimizer, scheduler = make_optimizer(groups, config)
+Part: TypeAlias = tuple[list[ParameterGroup], TrainingConfig]
+"""The parameters of a run, and the configuration that its optimizer settings are taken from."""
+
+
+def start_engine(module: nn.Module, parts: Sequence[Part], config: TrainingConfig) -> DeepSpeedEngine:
+    """Start DeepSpeed with AdamW for a run, or for several whose gradients are clipped by themselves.
+
+    Every group of parameters has its own learning rate, and the TempNet's group its own schedule.
+    """
+    optimizer, scheduler = make_optimizer(parts)
     # Ray has started the workers, whatever its own processes were started by: DeepSpeed would take these for its ranks.
     for name in [name for name in os.environ if name.startswith("OMPI_COMM_WORLD_")]:
         del os.environ[name]
+    settings = deepspeed_config(config)
+    if len(parts) > 1:
+        settings["gradient_clipping"] = 0.0
     engine, *_ = deepspeed.initialize(
-        model=module,
-        optimizer=optimizer,
-        lr_scheduler=scheduler,
-        config=deepspeed_config(config),
-        dist_init_required=False,
+        model=module, optimizer=optimizer, lr_scheduler=scheduler, config=settings, dist_init_required=False
     )
+    if len(parts) > 1:
+
+        def clip(*_: Any) -> None:
+            engine.norms_of_runs = [
+                nn.utils.clip_grad_norm_(
+                    [parameter for group in groups for parameter in group["parameters"]],
+                    own.optimizer.max_grad_norm or math.inf,
+                )
+                for groups, own in parts
+            ]
+
+        optimizer.register_step_pre_hook(clip)
     return engine
 
 
-def make_optimizer(groups: list[ParameterGroup], config: TrainingConfig) -> tuple[AdamW, LambdaLR]:
+def gradient_norms(engine: Any) -> list[Any]:
+    """Return the L2 norm of the gradient of every run in the last step, before clipping; empty if it is unknown."""
+    if hasattr(engine, "norms_of_runs"):
+        return list(engine.norms_of_runs)
+    norm = engine.get_global_grad_norm()
+    return [] if norm is None else [norm]
+
+
+def make_optimizer(parts: Sequence[Part]) -> tuple[AdamW, LambdaLR]:
     """Return AdamW with the given groups, and the schedules of their learning rates."""
-    settings = config.optimizer
-    decayed = with_and_without_decay(groups, settings.weight_decay)
-    optimizer = AdamW(
-        decayed,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.epsilon,
-        # On CPUs, fused AdamW takes a tenth of the time of the default, which passes over memory a dozen times.
-        fused=True,
-    )
-    return optimizer, LambdaLR(optimizer, [_schedule(config, group["name"]) for group in decayed])
+    groups: list[dict[str, Any]] = []
+    schedules = []
+    for number, (own, config) in enumerate(parts):
+        settings = config.optimizer
+        for group in with_and_without_decay(own, settings.weight_decay):
+            groups.append({**group, "run": number, "betas": (settings.beta1, settings.beta2), "eps": settings.epsilon})
+            schedules.append(_schedule(config, group["name"]))
+    # On CPUs, fused AdamW takes a tenth of the time of the default, which passes over memory a dozen times.
+    optimizer = AdamW(groups, fused=True)
+    return optimizer, LambdaLR(optimizer, schedules)
 
 
 def _schedule(config: TrainingConfig, group: str) -> Callable[[int], float]:

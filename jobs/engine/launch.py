@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pyarrow.fs import FileSelector
@@ -32,9 +33,9 @@ from jobs.engine.recording import RecordModels, finish, record_end
 from jobs.engine.resumption import registered_step
 from jobs.engine.run_list import describe_run
 from jobs.engine.stopping import stopping_softly
-from jobs.engine.task import Membership, Plan, PreparedTask
+from jobs.engine.task import Plan, PreparedTask, create_members
 from jobs.engine.tracking import mark_if_ended, open_run, resolve_uri, run_tags, where_to_browse
-from jobs.engine.worker import EarlyStopping, MembersJob, WorkerJob, train_here
+from jobs.engine.worker import EarlyStopping, WorkerJob, train_here
 from pipelines.problems import TooManyProblemsError
 from pipelines.storage import create_directory, resolve, write_json
 
@@ -134,7 +135,7 @@ def train(
         tracked = record_start(plan, prepared, parent_run_id, origin or {})
         job = WorkerJob(
             create_task=prepared.create_task,
-            tracked_run=tracked,
+            tracked_runs={config.run.name: tracked} if tracked else {},
             early_stopping=early_stopping,
             shares_cores=shares_cores,
             saves_validated=saves_validated,
@@ -170,26 +171,24 @@ def train_group(
     for number, plan in enumerate(plans):  # what this prints is the same for all of them
         with contextlib.redirect_stdout(io.StringIO()) if number else nullcontext():
             prepared.append(plan.prepare())
-    content = "".join(f"{plan.config.run.name} {configuration_hash(plan.config)}\n" for plan in plans)
+    # The 2 is the version of the group's checkpoints; those of the first are not read.
+    content = "2" + "".join(f"{plan.config.run.name} {configuration_hash(plan.config)}\n" for plan in plans)
     name = f"side-by-side-{hashlib.blake2b(content.encode(), digest_size=6).hexdigest()}"
-    first = plans[0].config
-    config = dataclasses.replace(first, run=dataclasses.replace(first.run, name=name, storage=directory))
+    configs = [task.config for task in prepared if task.config]
+    config = dataclasses.replace(configs[0], run=dataclasses.replace(configs[0].run, name=name, storage=directory))
     tracked: dict[str, TrackedRun] = {}
     for name, plan, task in zip(names, plans, prepared, strict=True):
         claim_directory(plan.config)
         if run := record_start(plan, task, parent_run_id, origin):
             tracked[name] = run
-    job = MembersJob(
-        create_task=Membership.join(names, [task.membership for task in prepared if task.membership], config),
-        tracked_members=tracked,
-    )
+    create = partial(create_members, prepared[0].create_task, configs, config)
+    job = WorkerJob(create_task=create, tracked_runs=tracked)
     result = fit(config, job, data_cpus=plans[0].data_cpus, with_progress=with_progress)
-    unsent = result["unsent_metrics"]
     outcomes = {}
     for name, plan, task in zip(names, plans, prepared, strict=True):
         if name not in result["members"]:
             continue
-        found = result["members"][name] | {"unsent_metrics": unsent.get(name, [])}
+        found = result["members"][name] | {"unsent_metrics": result["unsent_metrics"]}
         outcomes[name] = finish(plan, task, tracked.get(name), found)
         record_end(plan.config, outcomes[name], record_models)
     delete_checkpoints(config.run.directory)

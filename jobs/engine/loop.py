@@ -1,5 +1,9 @@
 """The training loop that every worker runs: restore, read data, step, log, validate, save, export.
 
+It trains one run, or several side by side: runs that share data and a frozen base, each with networks of its own. Losses,
+statistics, validations, exports and MLflow runs are one per run; steps, data and checkpoints are common. A run whose loss is
+not finite fails; beside others it fails alone, is not validated or exported any more, and the others go on.
+
 The loop does not depend on what is trained; that is defined by the task. Nor does it depend on Ray: `WorkerContext` says
 which worker this is, and takes over its checkpoints. In every step it makes one all-reduce of four
 integers on the host (number of units, digest of the batch, requests to save and to stop). Losses stay on the device; they
@@ -13,9 +17,9 @@ import hashlib
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,7 @@ from torch import Tensor
 
 from jobs.engine.checkpoint import FRESH_STATE, RunState, check_checkpoint, load_checkpoint, read_state, save_checkpoint
 from jobs.engine.console import Progress, SignsOfLife
-from jobs.engine.deepspeed_engine import start_engine
+from jobs.engine.deepspeed_engine import gradient_norms, start_engine
 from jobs.engine.failures import FatalTrainingError, naming_full_disk
 from jobs.engine.hardware import num_threads_per_worker, peak_flops_per_second, peak_memory_gib
 from jobs.engine.metrics import MetricLogger, SystemMetrics
@@ -70,6 +74,39 @@ def prefetch_first(items: Iterator[Batch]) -> Iterator[Batch]:
     return itertools.chain((future.result() for future in [first]), items)
 
 
+@dataclass(slots=True)
+class TrainedRun:
+    """A run that the loop trains, alone or beside others."""
+
+    task: Task
+    metrics: MetricLogger | None = None
+    """None on all ranks but the first, and if the run is not logged."""
+    validations: list[Validation] = field(default_factory=list)
+    best_rating: float | None = None
+    """Rating of the model exported so far, if any."""
+    failure: str = ""
+    """Why the run has failed; empty if it has not."""
+    last_loss: float = math.nan
+
+    @property
+    def name(self) -> str:
+        return self.task.config.run.name
+
+    def log(self, kind: str, values: Mapping[str, float], step: int) -> None:
+        """Log metrics whose names begin with a kind, such as `train`."""
+        if self.metrics:
+            self.metrics.log({f"{kind}/{key}": value for key, value in values.items()}, step)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the run alone: fields of `RunState`."""
+        return {
+            "validations": [(validation.step, dict(validation.scores)) for validation in self.validations],
+            "best_rating": self.best_rating,
+            "unsent_metrics": self.metrics.unsent() if self.metrics else [],
+            "failure": self.failure,
+        }
+
+
 class TrainingLoop:
     """The training loop of one worker, with its state."""
 
@@ -90,8 +127,6 @@ class TrainingLoop:
         self.num_threads = self._set_num_threads(state, shares_cores=job.shares_cores)
         self.first_step = self.step = state.step
         self.num_units, self.seconds_before = state.num_units, state.seconds_trained
-        self.best_rating = state.best_rating
-        self.validations = [Validation(step=step, scores=scores) for step, scores in state.validations]
         self.early_stopping, self.reason_to_stop = job.early_stopping, ""
         self.stop_requests = StopRequests(context)
         self.signs = SignsOfLife(context.terminal, self.rank, lambda: self.step)
@@ -102,12 +137,14 @@ class TrainingLoop:
             self.batches = prefetch_first(self.task.stream.batches(self.step * size, config.run.num_steps * size))
         self.task.build(is_fresh=directory is None)
         self.flops_per_unit = self.task.flops_per_unit()
-        self.engine: DeepSpeedEngine = self._start_engine()
+        self.runs = [TrainedRun(task) for task in self.task.members]
+        self.is_alone = len(self.runs) == 1
+        parts = [(task.parameter_groups(), task.config) for task in self.task.members]
+        self.engine: DeepSpeedEngine = start_engine(self.task.module, parts, config)
         if directory:
-            load_checkpoint(self.engine, directory, self.task.load, num_writers=state.world_size)
+            load_checkpoint(self.engine, directory, self._load_more, num_writers=state.world_size)
         self.is_first = self.rank == 0
         self.progress: Progress | None = None
-        self.metrics: MetricLogger | None = None
         self.system_metrics: SystemMetrics | None = None
         if self.is_first:
             self.progress = Progress(
@@ -118,14 +155,16 @@ class TrainingLoop:
                 with_lines=not job.with_bar,
                 directory=config.run.directory,
             )
-            if job.tracked_run:
-                self.metrics = MetricLogger(job.tracked_run, warn=self.progress.say)
-                self.metrics.resend(state.unsent_metrics)
-                if config.tracking.system_metrics:
-                    self.system_metrics = SystemMetrics(self.metrics, lambda: self.step)
+        for run, kept in zip(self.runs, state.of_runs(len(self.runs)), strict=True):
+            run.validations = [Validation(step=step, scores=scores) for step, scores in kept["validations"]]
+            run.best_rating, run.failure = kept["best_rating"], kept["failure"]
+            if self.progress and (tracked := job.tracked_runs.get(run.name)):
+                run.metrics = MetricLogger(tracked, warn=self.progress.say)
+                run.metrics.resend(kept["unsent_metrics"])
+                if self.is_alone and config.tracking.system_metrics:
+                    self.system_metrics = SystemMetrics(run.metrics, lambda: self.step)
         self.retry_log = RetryLog(self.progress.say if self.progress else lambda _: None, state.store_retries)
         self.saves_validated = job.saves_validated
-        self.last_loss = math.nan
         self.metrics_to_report: dict[str, float] = {}
         self.losses: list[Tensor] = []
         self.batches_digest = state.batches_digest
@@ -135,10 +174,11 @@ class TrainingLoop:
     def run(self) -> dict[str, Any]:
         """Run the remaining steps, the final validation and the export; return the outcome on rank 0, else `{}`.
 
-        If the run was asked to stop, every rank returns `{"interrupted": step}` after the checkpoint of that step.
+        Of several runs it is `members` (name → outcome) and `failed` (name → reason). Asked to stop, all ranks return
+        `{"interrupted": step}` after the checkpoint of that step.
         """
         config = self.config
-        if self.validations:
+        if self.runs[0].validations:
             self._consider_stopping()  # the run may have been killed after it was decided to end it
         while self.step < config.run.num_steps and not self.reason_to_stop:
             started = time.perf_counter()
@@ -169,13 +209,11 @@ class TrainingLoop:
                 self.context.report(self._take_metrics(), None, step=self.step)
             if self.must_stop and not is_last:
                 return {"interrupted": self.step}
-        outcome = self._validate(with_details=True)
+        validated = self._validate(with_details=True)
         self.context.report(self._take_metrics(), None, step=self.step)
-        outcome |= {
+        common = {
             "num_steps": self.step,
             "stopped": self.reason_to_stop,
-            "train_loss": self.last_loss if math.isfinite(self.last_loss) else None,
-            "validations": [asdict(validation) for validation in self.validations],
             "resumed_from_step": self.first_step,
             f"num_{self.task.unit}": self.num_units,
             "seconds_trained": self.seconds_before + self.total.seconds,
@@ -186,23 +224,34 @@ class TrainingLoop:
             "peak_memory_gib": peak_memory_gib(),
             "world_size": self.world_size,
         }
-        return outcome if self.is_first else {}
+        if not self.is_first:
+            return {}
+        outcomes = {
+            run.name: validated[run.name]
+            | {
+                **common,
+                "train_loss": run.last_loss if math.isfinite(run.last_loss) else None,
+                "validations": [asdict(validation) for validation in run.validations],
+            }
+            for run in self.runs
+            if not run.failure
+        }
+        if self.is_alone:
+            return outcomes[self.runs[0].name]
+        return {"members": outcomes, "failed": {run.name: run.failure for run in self.runs if run.failure}}
 
-    def close(self) -> list[list[Any]]:
-        """Send the remaining metrics to MLflow and return those that could not be sent (`MetricLogger.unsent`)."""
+    def close(self) -> dict[str, list[list[Any]]]:
+        """Send the remaining metrics to MLflow; return run → those that could not be sent (`MetricLogger.unsent`)."""
         self.stop_requests.close()
         self.signs.close()
         if self.progress:
             self.progress.close()
         if self.system_metrics:
             self.system_metrics.close()
-        if self.metrics is None:
-            return []
-        self.metrics.close()
-        return self.metrics.unsent()
-
-    def _start_engine(self) -> DeepSpeedEngine:
-        return start_engine(self.task.module, self.task.parameter_groups(), self.config)
+        loggers = {run.name: run.metrics for run in self.runs if run.metrics}
+        for logger in loggers.values():
+            logger.close()
+        return {name: logger.unsent() for name, logger in loggers.items()}
 
     def _set_num_threads(self, state: RunState, *, shares_cores: bool) -> int:
         """Set the number of PyTorch threads to the minimum over all workers and return it; 0 if PyTorch decides."""
@@ -221,7 +270,7 @@ class TrainingLoop:
         torch.set_num_threads(int(fewest))
         return int(fewest)
 
-    def _train_step(self, batch: Batch, *, with_statistics: bool) -> Statistics | None:
+    def _train_step(self, batch: Batch, *, with_statistics: bool) -> list[Statistics]:
         """Count the units of a global batch and train on this rank's part of it."""
         requests = self.stop_requests.read()
         counts = torch.tensor([self.task.num_units(batch), int(batch["digest"].sum()), *map(int, requests)])
@@ -235,59 +284,59 @@ class TrainingLoop:
         result = self.task.train_step(
             self.engine, batch, step=self.step, num_units=num_units, with_statistics=with_statistics
         )
-        self.losses.append(result.loss)
-        return result.statistics
+        self.losses.append(result.loss.reshape(-1))
+        found = result.statistics
+        return found if isinstance(found, list) else [] if found is None else [found]
 
-    def _report_steps(self, statistics: Statistics | None) -> None:
+    def _report_steps(self, statistics: list[Statistics]) -> None:
         """Read the losses since the last report, raise FatalTrainingError if one is not finite, and log the metrics."""
-        first, losses = self._gather_losses()
-        values: list[float] = losses.tolist()
-        self.last_loss = values[-1]
-        bad_step = next((step for step, value in enumerate(values, start=first) if not np.isfinite(value)), None)
-        if self.metrics:
-            for step, value in enumerate(values, start=first):
-                self.metrics.log({"train/loss": value}, step)
-        if bad_step is not None:
-            raise FatalTrainingError(self._describe_bad_step(bad_step, values[bad_step - first]))
-        summary: dict[str, float] = {}
-        if statistics is not None:
-            dist.all_reduce(statistics.sums)
-            summary = statistics.summary()
-        if not self.is_first:
-            return
-        speed = self._speed()
-        groups = (group for group in self.engine.optimizer.param_groups if "name" in group)
-        speed |= {f"learning_rate/{group['name']}": group["lr"] for group in groups}
-        peak = peak_flops_per_second(self.engine.device)
-        if peak and self.flops_per_unit:
-            used = self.since_report.units_per_second * self.flops_per_unit
-            speed["model_flops_utilization"] = used / (peak * self.world_size)
-        norm = self.engine.get_global_grad_norm()
-        if norm is not None:
-            speed["gradient_norm"] = float(norm)
-        if self.metrics:
-            self.metrics.log({f"train/{key}": value for key, value in (summary | speed).items()}, self.step)
-        if self.progress:
-            self.progress.show(self.step, values[-1], summary.get("tau_mean"), self.since_report.units_per_second)
-        self.since_report = Throughput()
-
-    def _gather_losses(self) -> tuple[int, Tensor]:
-        """Return the step of the first loss since the last report, and all losses, (steps,) or (steps, members)."""
         self._collect_retries()
-        losses = torch.stack(self.losses).double()
+        losses = torch.stack(self.losses).double()  # (steps, runs)
         dist.all_reduce(losses)
         self.losses = []
-        return self.step - len(losses) + 1, losses
+        values, first = losses.cpu().numpy(), self.step - len(losses) + 1
+        summaries: list[dict[str, float]] = [{} for _ in self.runs]
+        for number, run in enumerate(self.runs):
+            own = values[:, number]
+            run.last_loss = float(own[-1])
+            for step, value in enumerate(own, start=first):
+                run.log("train", {"loss": float(value)}, step)
+            if not np.isfinite(own).all() and not run.failure:
+                self._fail(run, first + int((~np.isfinite(own)).argmax()), first, own)
+            if statistics:
+                dist.all_reduce(statistics[number].sums)
+                summaries[number] = statistics[number].summary()
+        if not self.is_first:
+            return
+        speed, norms = self._speed(), gradient_norms(self.engine)
+        for number, (run, summary) in enumerate(zip(self.runs, summaries, strict=True)):
+            groups = [group for group in self.engine.optimizer.param_groups if group.get("run", 0) == number]
+            figures = summary | speed
+            figures |= {f"learning_rate/{group['name']}": group["lr"] for group in groups if "name" in group}
+            if norms:
+                figures["gradient_norm"] = float(norms[number])
+            run.log("train", figures, self.step)
+        if self.progress:
+            tau = [summary["tau_mean"] for summary in summaries if "tau_mean" in summary]
+            mean = float(np.mean(tau)) if tau else None
+            self.progress.show(self.step, float(np.nanmean(values[-1])), mean, self.since_report.units_per_second)
+        self.since_report = Throughput()
 
     def _speed(self) -> dict[str, float]:
         """Return the metrics of the steps since the last report that do not depend on the task."""
         units = self.task.unit
-        return {
+        speed = {
             f"{units}_per_second": self.since_report.units_per_second,
             "data_wait_share": self.since_report.data_wait_share,
             units: float(self.num_units),
-            **({"store_retries": float(self.retry_log.total)} if self.retry_log.total else {}),
         }
+        if self.retry_log.total:
+            speed["store_retries"] = float(self.retry_log.total)
+        peak = peak_flops_per_second(self.engine.device)
+        if peak and self.flops_per_unit:
+            used = self.since_report.units_per_second * self.flops_per_unit
+            speed["model_flops_utilization"] = used / (peak * self.world_size)
+        return speed
 
     def _collect_retries(self) -> int:
         """Add what all ranks have counted of repeated requests since the last call, and return the number of the run."""
@@ -296,39 +345,50 @@ class TrainingLoop:
         self.retry_log.add(int(taken))
         return self.retry_log.total
 
-    def _describe_bad_step(self, step: int, value: float) -> str:
-        size = self.config.optimizer.batch_size
-        names = self.task.stream.names(range((step - 1) * size, step * size))
-        return (
-            f"the loss of step {step} is {value}; the last checkpoint, from before it, is intact. "
-            f"What its batch held: {'; '.join(names)}. Lower optimizer.learning_rate_base or "
-            "optimizer.learning_rate_tempnet, or look at these data"
-        )
+    def _fail(self, run: TrainedRun, step: int, first: int, losses: np.ndarray) -> None:
+        """Note that a run among others has failed by its loss of a step; raise FatalTrainingError if it is alone."""
+        value = losses[step - first]
+        if self.is_alone:
+            size = self.config.optimizer.batch_size
+            names = self.task.stream.names(range((step - 1) * size, step * size))
+            raise FatalTrainingError(
+                f"the loss of step {step} is {value}; the last checkpoint, from before it, is intact. "
+                f"What its batch held: {'; '.join(names)}. Lower optimizer.learning_rate_base or "
+                "optimizer.learning_rate_tempnet, or look at these data"
+            )
+        run.failure = f"the loss of step {step} is {value}: lower optimizer.learning_rate_tempnet"
+        if self.progress:
+            self.progress.say(f"{run.name}: {run.failure}; the others go on")
 
-    def _validate(self, *, with_details: bool) -> dict[str, Any]:
-        """Validate the model, log the scores, and export it if it is the best so far.
+    def _validate(self, *, with_details: bool) -> dict[str, dict[str, Any]]:
+        """Validate every run, log its scores, and export its model if it is the best so far; return name → results.
 
         If the task does not rate its models, the model is exported at the final validation (`with_details`) instead.
         """
+        runs = [run for run in self.runs if not run.failure]
         self.engine.eval()
         with torch.no_grad():
-            scores, details = self.task.validate(self.engine, with_details=with_details)
+            found = self.task.validate_members([run.task for run in runs], self.engine, with_details=with_details)
         self.engine.train()
-        self.validations.append(Validation(step=self.step, scores=scores))
-        if self.metrics:
-            self.metrics.log({f"validation/{key}": value for key, value in scores.items()}, self.step)
-        if self.progress:
-            self.progress.say(f"validation at step {self.step}: {self.task.describe(scores)}")
-        rating = self.task.rating(scores)
-        self.metrics_to_report = {"loss": self.last_loss, **scores}
-        if rating is not None:
-            self.metrics_to_report["rating"] = rating
-        is_better = rating is not None and (self.best_rating is None or rating > self.best_rating)
-        if is_better or (rating is None and with_details):
-            self.best_rating = rating
-            with naming_full_disk(self.config.run.export_directory):
-                self.task.export()
-        return {"validation": scores, "best_rating": self.best_rating, **(details or {})}
+        results = {}
+        for run, (scores, details) in zip(runs, found, strict=True):
+            run.validations.append(Validation(step=self.step, scores=scores))
+            run.log("validation", scores, self.step)
+            if self.progress:
+                of_run = "" if self.is_alone else f" of {run.name}"
+                self.progress.say(f"validation{of_run} at step {self.step}: {self.task.describe(scores)}")
+            rating = run.task.rating(scores)
+            if self.is_alone:
+                self.metrics_to_report = {"loss": run.last_loss, **scores}
+                if rating is not None:
+                    self.metrics_to_report["rating"] = rating
+            is_better = rating is not None and (run.best_rating is None or rating > run.best_rating)
+            if is_better or (rating is None and with_details):
+                run.best_rating = rating
+                with naming_full_disk(run.task.config.run.export_directory):
+                    run.task.export()
+            results[run.name] = {"validation": scores, "best_rating": run.best_rating, **(details or {})}
+        return results
 
     def _take_metrics(self) -> dict[str, float]:
         """Return the training loss and the scores of the validation after this step, once; empty if there was none."""
@@ -339,29 +399,39 @@ class TrainingLoop:
         """Ask on rank 0 whether to end the run here, and tell all ranks."""
         if self.early_stopping is None:
             return
-        answer = [self.early_stopping.reason_to_stop(self.validations) if self.is_first else ""]
+        answer = [self.early_stopping.reason_to_stop(self.runs[0].validations) if self.is_first else ""]
         dist.broadcast_object_list(answer, group=self.host_group)
         (self.reason_to_stop,) = answer
         if self.reason_to_stop and self.progress:
             self.progress.say(f"stopped at step {self.step}: {self.reason_to_stop}")
 
+    def _place(self, directory: Path, number: int) -> Path:
+        """Return the directory of a checkpoint that holds what the engine does not hold of a run."""
+        return directory if self.is_alone else directory / f"member-{number:03d}"
+
     def _save_more(self, directory: Path) -> None:
         """Write this rank's state that the engine does not hold."""
-        self.task.save(directory)
+        for number, run in enumerate(self.runs):
+            (place := self._place(directory, number)).mkdir(exist_ok=True)
+            run.task.save(place)
+
+    def _load_more(self, directory: Path, num_writers: int) -> None:
+        """Restore what :meth:`_save_more` wrote, whatever number of workers wrote it."""
+        for number, run in enumerate(self.runs):
+            run.task.load(self._place(directory, number), num_writers)
 
     def _save(self) -> None:
+        states = [run.state() for run in self.runs]
         state = RunState(
             step=self.step,
             world_size=self.world_size,
             seconds_trained=self.seconds_before + self.total.seconds,
             num_units=self.num_units,
-            best_rating=self.best_rating,
             num_threads=self.num_threads,
-            unsent_metrics=self.metrics.unsent() if self.metrics else [],
-            validations=[(validation.step, dict(validation.scores)) for validation in self.validations],
             order_version=self.task.stream.plan.order_version,
             store_retries=self.retry_log.total,
             batches_digest=self.batches_digest,
+            **(states[0] if self.is_alone else {"best_rating": None, "unsent_metrics": [], "members": states}),
         )
         save_checkpoint(self.engine, state, self._save_more, self.context, self._take_metrics())
 

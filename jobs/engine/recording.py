@@ -79,7 +79,7 @@ def _file(config: TrainingConfig) -> str:
 def finish(plan: Plan, prepared: PreparedTask, tracked: TrackedRun | None, result: dict[str, Any]) -> dict[str, Any]:
     """Write the outcome, the report, and what remains to be sent to MLflow; return the outcome."""
     config = plan.config
-    unsent = result.pop("unsent_metrics", [])
+    unsent = result.pop("unsent_metrics", {}).get(config.run.name, [])
     data = {"num_samples": prepared.num_samples, **prepared.read_data_outcome()}
     num_samples = data.pop("num_samples")
     outcome = {

@@ -40,14 +40,14 @@ class RhoSteering:
         if section.target_tau is not None:
             self._controller = RhoController(rho, target=section.target_tau, limit=limit, gain=section.rho_gain)
 
-    def follows(self, optimizer: Optimizer) -> bool:
-        """Return whether to :meth:`observe` the coming step: there is a target, and the TempNet does not rest.
+    def follows(self, optimizer: Optimizer, run: int = 0) -> bool:
+        """Return whether to :meth:`observe` the coming step of a run: it has a target, and its TempNet does not rest.
 
         While its learning rate is 0, no ρ changes a temperature, and the controller's integral would grow to no
         purpose.
         """
-        rates = [group["lr"] for group in optimizer.param_groups if group.get("name") == "tempnet"]
-        return self._controller is not None and any(rates)
+        own = [group for group in optimizer.param_groups if group.get("run", 0) == run]
+        return self._controller is not None and any(group["lr"] for group in own if group.get("name") == "tempnet")
 
     def observe(self, tau: Tensor, slope: Tensor) -> None:
         """Update ρ from the temperatures of a step, and set the loss's ρ for the next one. All ranks must call this.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -42,9 +41,9 @@ class StepResult:
     """Result of one training step on one rank."""
 
     loss: Tensor
-    """This rank's part of the loss, detached; the sum over all ranks is the loss of the step."""
-    statistics: Statistics | None
-    """Statistics of the step; None unless they were requested."""
+    """This rank's part of the loss, or of the losses of several runs, detached; the sum over all ranks is the step's."""
+    statistics: Statistics | list[Statistics] | None
+    """Statistics of the step, or of every one of several runs; None unless they were requested."""
 
 
 class Task(Protocol):
@@ -65,6 +64,10 @@ class Task(Protocol):
     @property
     def unit(self) -> str:
         """Name of the units in which the speed is counted, such as `tokens` or `pairs`."""
+
+    @property
+    def members(self) -> Sequence[Task]:
+        """This task alone; or those of several runs whose networks are trained with the module of this task."""
 
     def build(self, *, is_fresh: bool) -> None:
         """Build the module, with the same weights on every rank, and read the validation data.
@@ -94,6 +97,11 @@ class Task(Protocol):
     ) -> tuple[dict[str, float], dict[str, Any] | None]:
         """Return the scores, equal on all ranks, and with details on rank 0 what the report needs."""
 
+    def validate_members(
+        self, members: Sequence[Any], engine: DeepSpeedEngine, *, with_details: bool
+    ) -> list[tuple[dict[str, float], dict[str, Any] | None]]:
+        """Return what :meth:`validate` returns, for some of the members."""
+
     def describe(self, scores: Mapping[str, float]) -> str:
         """Format scores as a short text for a progress line."""
 
@@ -118,27 +126,21 @@ task's module itself, because that loads DeepSpeed, which the driver does not ne
 """
 
 
-CreateGroupTask: TypeAlias = Callable[[Sequence[str], Sequence[Any], Any, int, int], Task]
-"""A function that creates the task of several runs that train side by side (`jobs.engine.side_by_side.MemberTask`) on a
-worker, from their names, their configurations, that of the group, the rank and the number of workers."""
+def create_members(
+    create_task: CreateTask, configs: Sequence[TrainingConfig], group: TrainingConfig, rank: int, world_size: int
+) -> Task:
+    """Create the task of several runs that train side by side, with the configuration of their group, on a worker.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Membership:
-    """What a run that can train side by side with others brings into their group."""
-
-    config: TrainingConfig
-    """Configuration of the run, with absolute paths and all defaults resolved."""
-    create_task: CreateGroupTask
-    """Creates the task of the group; that of any member will do, because members have the same data and the same base."""
-
-    @staticmethod
-    def join(names: Sequence[str], members: Sequence[Membership], config: TrainingConfig) -> CreateTask:
-        """Return the function that creates the task of a group."""
-        first = members[0]
-        run = replace(first.config.run, name=config.run.name, storage=config.run.storage)
-        group = replace(first.config, run=run)
-        return partial(first.create_task, tuple(names), tuple(member.config for member in members), group)
+    It is that of any of them, which makes those of the others when it is built.
+    """
+    created = create_task(rank, world_size)
+    task: Any = created
+    task.config, *task.member_configs = (
+        # The networks are small; DeepSpeed, which has one norm of all gradients under ZeRO, divides nothing.
+        replace(one, workers=replace(one.workers, zero_stage=0, offload_optimizer=False, num_workers=world_size))
+        for one in (group, *configs)
+    )
+    return created
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,8 +162,8 @@ class PreparedTask:
     further entries of the outcome."""
     records: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """File name → JSON object to write into the run's directory, where a continued run finds it."""
-    membership: Membership | None = None
-    """What the run brings into a group of runs; None if it can only train alone."""
+    config: TrainingConfig | None = None
+    """The configuration of the task, by which it can also be trained beside others; None if it can only be trained alone."""
 
     def write_records(self, directory: str) -> None:
         """Write the records into the directory of the run, which must exist."""

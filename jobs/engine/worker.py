@@ -28,7 +28,6 @@ from pipelines.storage import resolve
 
 if TYPE_CHECKING:  # the driver needs neither DeepSpeed nor MLflow for these
     from jobs.engine.config import TrainingConfig
-    from jobs.engine.loop import TrainingLoop
     from jobs.engine.metrics import TrackedRun
     from jobs.engine.task import CreateTask
 
@@ -115,7 +114,8 @@ class WorkerJob:
     """Everything that the driver sends to every worker."""
 
     create_task: CreateTask
-    tracked_run: TrackedRun | None = None
+    tracked_runs: Mapping[str, TrackedRun] = field(default_factory=dict)
+    """Name of every run that is logged → its MLflow run."""
     mailbox: Any = None
     """The terminal of the person who started the run (`jobs.engine.console`); None if progress is not shown there."""
     with_bar: bool = False
@@ -125,26 +125,6 @@ class WorkerJob:
     """Whether to write a checkpoint after every validation, so that whoever ends the run early loses no step."""
     shares_cores: bool = False
     """Whether other runs train at the same time on the same machine."""
-
-    def make_loop(self, context: WorkerContext, directory: Path | None) -> TrainingLoop:
-        """Return the training loop of a worker, which continues from the checkpoint in a local directory, if any."""
-        from jobs.engine.loop import TrainingLoop
-
-        return TrainingLoop(self, context, directory)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MembersJob(WorkerJob):
-    """The job of several runs that train side by side; its task is a `jobs.engine.side_by_side.MemberTask`."""
-
-    tracked_members: Mapping[str, TrackedRun] = field(default_factory=dict)
-    """Name of a member → its MLflow run."""
-
-    def make_loop(self, context: WorkerContext, directory: Path | None) -> TrainingLoop:
-        """Return the loop of a worker that trains all members."""
-        from jobs.engine.side_by_side import SideBySideLoop
-
-        return SideBySideLoop(self, context, directory)
 
 
 def worker_environment(config: TrainingConfig) -> dict[str, str]:
@@ -206,12 +186,13 @@ def _train(job: WorkerJob, context: WorkerContext, *, checkpoint: str, is_own: b
     """Train to the end of the run; return also `{"damaged": {checkpoint: message}}` if one of its own is damaged."""
     import_deepspeed()
     from jobs.engine.checkpoint import DamagedCheckpointError
+    from jobs.engine.loop import TrainingLoop
     from pipelines.problems import TooManyProblemsError
 
     try:
         with local_copy(checkpoint) if checkpoint else nullcontext() as local:
             try:
-                loop = job.make_loop(context, Path(local) if local else None)
+                loop = TrainingLoop(job, context, Path(local) if local else None)
             except ValueError as error:  # what the run is given does not fit, which no restart changes
                 return {"fatal": str(error)}
         try:

@@ -179,8 +179,8 @@ def run_trials(
         describe: describes an outcome in a few words.
         num_concurrent: maximum number of trials at a time; 0: as many as fit into the cluster.
         data_cpus: logical CPUs that each trial uses to read data.
-        num_side_by_side: number of trials whose networks train side by side on one base, for trials for which
-            `jobs.tasks.base.can_share_base` holds; 0: every trial runs by itself.
+        num_side_by_side: number of trials whose networks train side by side on one frozen base, for trials that differ in
+            the sections temperature and optimizer only; 0: every trial runs by itself.
 
     Raises:
         ValueError: if the cluster cannot run so many trials at a time, if a trial's directory holds another

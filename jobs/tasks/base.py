@@ -1,11 +1,11 @@
 """What all kinds of training have in common on the driver (`BasePlan`) and on a worker (`BaseTask`).
 
-A kind of training derives from both and adds what is special to it; the interfaces are in `jobs.engine.task`. Runs that
-train networks on one frozen base can do so side by side (`MembersTask`).
+A kind of training derives from both and adds what is special to it; the interfaces are in `jobs.engine.task`.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import math
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
 import torch
@@ -25,11 +25,9 @@ from jobs.engine.curves import draw_curves, draw_histogram
 from jobs.engine.description import results
 from jobs.engine.failures import FatalTrainingError
 from jobs.engine.fields import resolve_fields, with_absolute_paths
-from jobs.engine.hardware import worker_device
-from jobs.engine.identity import fixed_values
 from jobs.engine.metrics import TrackedRun
 from jobs.engine.rho import RhoSteering
-from jobs.engine.task import Membership, ParameterGroup, PreparedTask, Statistics, Task, trainable
+from jobs.engine.task import ParameterGroup, PreparedTask, Task, trainable
 from jobs.tasks.config import ReadSection
 from pipelines.block_cache import DIRECTORY_VARIABLE
 from pipelines.object_store import is_local
@@ -38,6 +36,9 @@ from pipelines.storage import read_json, resolve
 from pipelines.stream import READ_CPUS, Batch, RankStream, Source
 from tempnet.base_model import BASE_FILE, BaseReference, read_reference
 from tempnet.contrastive.state import SampleState
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
 
 Config = TypeVar("Config", bound=TrainingConfig)
 Stored = TypeVar("Stored", bound=Any)
@@ -106,21 +107,14 @@ class DataReference:
     """(2, N) temperatures, float32, of the images and texts of the N training pairs for the loss `sogclr_given`."""
 
 
-def create_task(task: str, config: TrainingConfig, *rest: Any, **members: Any) -> Task:
+def create_task(task: str, config: TrainingConfig, *rest: Any) -> Task:
     """Create a task on a worker; `task` is MODULE:CLASS, and `rest` ends with the rank and the number of workers.
 
     The module is imported only here, because it loads DeepSpeed, which the driver does not need.
     """
     module, _, name = task.partition(":")
-    created: Task = getattr(importlib.import_module(module), name)(config.with_num_workers(rest[-1]), *rest, **members)
+    created: Task = getattr(importlib.import_module(module), name)(config.with_num_workers(rest[-1]), *rest)
     return created
-
-
-def create_group_task(
-    task: str, data: Any, names: Sequence[str], configs: Sequence[Any], group: Any, rank: int, world_size: int
-) -> Task:
-    """Create the task of several runs on a worker (`jobs.engine.task.CreateGroupTask`)."""
-    return create_task(task, group, data, rank, world_size, names=names, configs=configs)
 
 
 class BaseTask(ABC, Generic[Config]):
@@ -142,13 +136,26 @@ class BaseTask(ABC, Generic[Config]):
     """The frozen base; None if there is none."""
     steering: RhoSteering | None = None
     """Adjusts ρ; None if the loss has none."""
+    number: int = 0
+    """Number of this run among those that train together."""
+    member_configs: Sequence[Config] = ()
+    """Configurations of the runs that train together; empty if this is the only one."""
 
     def __init__(
         self, config: Config, source: Source, *, plan: StreamPlan, rank: int, world_size: int, **reading: Any
     ) -> None:
         self.config, self.rank, self.world_size = config, rank, world_size
+        self.members: Sequence[Any] = [self]
         size = config.optimizer.batch_size
         self.stream = RankStream(source=source, plan=plan, batch_size=size, rank=rank, world_size=world_size, **reading)
+
+    def make_members(self) -> Sequence[Any]:
+        """Make the tasks of the runs that train together: copies of this one, which share all that it has read so far."""
+        if self.member_configs:
+            self.members = [copy.copy(self) for _ in self.member_configs]
+            for number, (member, config) in enumerate(zip(self.members, self.member_configs, strict=True)):
+                member.config, member.number = config, number
+        return self.members
 
     @property
     def sample_state(self) -> SampleState | None:
@@ -163,112 +170,38 @@ class BaseTask(ABC, Generic[Config]):
         """Return the number of samples in this rank's part of a batch."""
         return len(batch["digest"])  # Every source returns digests (`pipelines.stream.Source`).
 
+    @abstractmethod
+    def validate(
+        self, engine: DeepSpeedEngine, *, with_details: bool
+    ) -> tuple[dict[str, float], dict[str, Any] | None]:
+        """Return the scores, and with details what the report needs (`jobs.engine.task.Task.validate`)."""
+
+    def validate_members(
+        self, members: Sequence[Self], engine: DeepSpeedEngine, *, with_details: bool
+    ) -> list[tuple[dict[str, float], dict[str, Any] | None]]:
+        """Validate some of the members, one after the other."""
+        return [member.validate(engine, with_details=with_details) for member in members]
+
     def rating(self, scores: Mapping[str, float]) -> float | None:
         """Return None, so that the last model is exported."""
         return None
 
     def save(self, directory: Path) -> None:
         """Save what DeepSpeed does not: ρ if it is adjusted, the state of this rank's samples, the name of a frozen base."""
-        _save_kept(directory, self.steering, self.sample_state)
+        if self.steering is not None:
+            self.steering.save(directory)
+        if self.sample_state is not None:
+            self.sample_state.save(directory)
         if self.base is not None and self.rank == 0:
             self.base.save(directory)
 
     def load(self, directory: Path, num_writers: int) -> None:
         """Load what :meth:`save` wrote, whatever number of workers wrote it."""
         check_checkpoint(directory, self.base)
-        _load_kept(directory, num_writers, self.steering, self.sample_state)
-
-
-def _save_kept(directory: Path, steering: RhoSteering | None, state: SampleState | None) -> None:
-    if steering is not None:
-        steering.save(directory)
-    if state is not None:
-        state.save(directory)
-
-
-def _load_kept(directory: Path, num_writers: int, steering: RhoSteering | None, state: SampleState | None) -> None:
-    if steering is not None:
-        steering.load(directory)
-    if state is not None:
-        state.load(directory, num_writers)
-
-
-def can_share_base(configs: Sequence[TrainingConfig]) -> bool:
-    """Return whether runs can train side by side: on one frozen base, with the same data in the same order.
-
-    They may differ in the temperature section and in the settings of the optimizer, except for the batch.
-    """
-    own = {f"optimizer.{item.name}" for item in dataclasses.fields(OptimizerSection)} | {"run.name"}
-    own -= {"optimizer.batch_size", "optimizer.micro_batch_size"}
-
-    def shared(config: TrainingConfig) -> dict[str, Any]:
-        values = fixed_values(config).items()
-        return {name: value for name, value in values if not name.startswith("temperature.") and name not in own}
-
-    networks_fit = all(config.trains_networks_alone and not config.run.start_from for config in configs)
-    return networks_fit and all(shared(config) == shared(configs[0]) for config in configs[1:])
-
-
-def membership(task: str, config: TrainingConfig, data: DataReference) -> Membership:
-    """Return what a run brings into a group of runs whose task is MODULE:CLASS."""
-    from functools import partial
-
-    return Membership(config=config, create_task=partial(create_group_task, task, data))
-
-
-class MembersTask:
-    """Mixin of a task of several members (`jobs.engine.side_by_side.MemberTask`), which comes before the task of one.
-
-    A class that has it sets `module` and `networks` when it is built, and keeps the statistics of a step in `statistics`.
-    Its arguments are those of the task of one run, with the configuration of the group, and the members.
-    """
-
-    config: TrainingConfig
-    rank: int
-    world_size: int
-    base: BaseReference | None
-    module: Any
-    """Holds the base once, and the network of every member."""
-    networks: Sequence[nn.Module]
-    """What is trained for every member."""
-    kept: Sequence[tuple[RhoSteering | None, SampleState | None]] = ()
-    """What steers the ρ of every member, and what its loss remembers."""
-    statistics: list[Statistics] | None = None
-    """Statistics of every member's last step, if they were requested."""
-
-    def __init__(self, *arguments: Any, names: Sequence[str], configs: Sequence[Any]) -> None:
-        super().__init__(*arguments)
-        self.names, self.configs = names, configs
-
-    def start_engine(self) -> Any:
-        """Return the engine that trains all networks (`jobs.engine.side_by_side`)."""
-        from jobs.engine.side_by_side import NetworksEngine
-
-        device = worker_device(self.config.workers)
-        return NetworksEngine(self.module, self.networks, self.configs, device=device, world_size=self.world_size)
-
-    def take_statistics(self) -> list[Statistics] | None:
-        """Return the statistics of every member's last step, if they were requested, and forget them."""
-        statistics, self.statistics = self.statistics, None
-        return statistics
-
-    def flops_per_unit(self) -> float | None:
-        """Return None: the share of the peak is not logged for several members."""
-        return None
-
-    def save(self, directory: Path) -> None:
-        """Save what the engine does not, of every member in a directory of its own, and the name of the base."""
-        for number, kept in enumerate(self.kept):
-            (own := directory / f"member-{number:03d}").mkdir()
-            _save_kept(own, *kept)
-        if self.base is not None and self.rank == 0:
-            self.base.save(directory)
-
-    def load(self, directory: Path, num_writers: int) -> None:
-        """Load what :meth:`save` wrote, whatever number of workers wrote it."""
-        check_checkpoint(directory, self.base)
-        for number, kept in enumerate(self.kept):
-            _load_kept(directory / f"member-{number:03d}", num_writers, *kept)
+        if self.steering is not None:
+            self.steering.load(directory)
+        if self.sample_state is not None:
+            self.sample_state.load(directory, num_writers)
 
 
 def check_continues(config: TrainingConfig, path: str, found: BaseReference) -> BaseReference:

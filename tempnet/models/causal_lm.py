@@ -10,6 +10,7 @@ Shapes: B blocks, T tokens per block, d hidden size, V effective vocabulary.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import torch
@@ -20,10 +21,16 @@ from tempnet.headroom.profile import Profiles
 from tempnet.models.output_head import OutputHead, StoredBase, find_output_head, output_weight
 from tempnet.models.packing import document_mask, takes_document_mask
 from tempnet.network import TempNet
-from tempnet.oracle import Oracle, optimal_temperature
+from tempnet.oracle import Oracle, SharedOracle, optimal_temperature
 from tempnet.softmax.config import TemperatureLossConfig
 from tempnet.softmax.fold import FoldCache
-from tempnet.softmax.linear import LinearLoss, linear_language_model_loss, supports
+from tempnet.softmax.linear import (
+    LinearLoss,
+    NetworkLoss,
+    linear_language_model_loss,
+    linear_language_model_losses,
+    supports,
+)
 from tempnet.softmax.reference import IGNORE_INDEX, language_model_loss, token_slopes
 from tempnet.statistics import TokenValues, token_statistics
 
@@ -177,47 +184,82 @@ class TemperatureCausalLM(nn.Module):
             oracle_rows: (B, T) bool, the valid tokens for which the statistics contain the optimal τ*; None: the first 256.
             num_profile_nodes: J, the number of nodes of the tokens' profiles; 0: without profiles. Needs statistics.
         """
-        flat_targets = targets.flatten()
+        contexts = self._contexts_of(input_ids, position_ids, hidden)
+        (loss,) = self._losses([self], contexts, targets.flatten(), num_targets, with_statistics)
+        profiles = self._profiles(contexts, targets, {num_profile_nodes} if with_statistics else set())
+        return self._output(loss, contexts, targets, oracle_rows, profiles.get(num_profile_nodes))
+
+    def _contexts_of(self, input_ids: Tensor | None, position_ids: Tensor | None, hidden: Tensor | None) -> Tensor:
+        """Return what :meth:`contexts` computes, or the stored hidden states, of all N tokens of a batch: (N, d or V)."""
         if hidden is None:
             assert input_ids is not None
             assert position_ids is not None
             hidden = self.contexts(input_ids, position_ids)
-        contexts = hidden.flatten(0, 1)
-        loss, tau, values, slopes = self._loss(contexts, flat_targets, num_targets, with_statistics)
-        output = empty_output(loss, tau.detach().view_as(targets), slopes.view_as(targets))
-        if values is not None:
-            output["statistics"] = self.statistics(contexts, flat_targets, tau.detach(), values, oracle_rows)
-            output["entropy"] = values.entropy.view_as(targets)
-            output["cross_entropy_tau"] = values.cross_entropy_tau.view_as(targets)
-            if num_profile_nodes:
-                output["profiles"] = self.profiles(contexts, flat_targets, num_profile_nodes)
-        return output
+        return hidden.flatten(0, 1)
 
-    def _loss(
-        self, contexts: Tensor, targets: Tensor, num_targets: Tensor | float | None, with_values: bool
-    ) -> LinearLoss:
-        """Compute the loss of N tokens from their hidden states (N, d) or, as the reference does, from logits (N, V)."""
+    def _losses(
+        self,
+        modules: Sequence[TemperatureCausalLM],
+        contexts: Tensor,
+        targets: Tensor,
+        num_targets: Tensor | float | None,
+        with_values: bool,
+    ) -> list[LinearLoss]:
+        """Compute the losses of modules on this base from hidden states (N, d) or, as the reference, from logits (N, V)."""
         if self.head is None:
-            loss, tau = language_model_loss(contexts, targets, self.loss_config, self.tempnet, num_targets=num_targets)
-            values = TokenValues.from_logits(contexts, targets, tau) if with_values else None
-            return LinearLoss(loss, tau, values, token_slopes(contexts, targets, tau, self.loss_config))
+            losses = []
+            for one in modules:
+                loss, tau = language_model_loss(
+                    contexts, targets, one.loss_config, one.tempnet, num_targets=num_targets
+                )
+                values = TokenValues.from_logits(contexts, targets, tau) if with_values else None
+                losses.append(LinearLoss(loss, tau, values, token_slopes(contexts, targets, tau, one.loss_config)))
+            return losses
         weight, bias = output_weight(self.base)  # after the body, which frees a tied weight under ZeRO-3
         if isinstance(self.base, StoredBase):
             contexts = contexts.to(weight.dtype)
-        return linear_language_model_loss(
-            self.head.scaled(contexts),
-            weight,
-            targets,
-            self.loss_config,
-            self.tempnet,
-            vocab_size=self.vocab_size,
-            bias=bias if bias is None or self.head.scale == 1.0 else bias * self.head.scale,
-            soft_cap=self.head.soft_cap,
-            num_targets=num_targets,
-            with_values=with_values,
-            matmul_dtype=self.autocast_dtype,
-            fold_cache=self.fold_cache,
-        )
+        tensors = self.head.scaled(contexts), weight, targets
+        options: dict[str, Any] = {
+            "vocab_size": self.vocab_size,
+            "bias": bias if bias is None or self.head.scale == 1.0 else bias * self.head.scale,
+            "soft_cap": self.head.soft_cap,
+            "num_targets": num_targets,
+            "with_values": with_values,
+            "matmul_dtype": self.autocast_dtype,
+        }
+        if len(modules) == 1:
+            return [
+                linear_language_model_loss(
+                    *tensors, self.loss_config, self.tempnet, fold_cache=self.fold_cache, **options
+                )
+            ]
+        networks = [
+            NetworkLoss(config=one.loss_config, tempnet=one.tempnet, fold_cache=one.fold_cache) for one in modules
+        ]
+        return linear_language_model_losses(*tensors, networks, **options)
+
+    def _profiles(self, contexts: Tensor, targets: Tensor, nodes: set[int]) -> dict[int, Any]:
+        """Return number of nodes → :meth:`profiles` of the tokens, for the numbers above 0."""
+        return {number: self.profiles(contexts, targets.flatten(), number) for number in nodes - {0}}
+
+    def _output(
+        self,
+        found: LinearLoss,
+        contexts: Tensor,
+        targets: Tensor,
+        oracle_rows: Tensor | None,
+        profiles: Any,
+        oracle: Oracle = optimal_temperature,
+    ) -> CausalLMOutput:
+        """Return what the forward pass returns, from the loss and what it was computed of."""
+        tau = found.tau.detach()
+        output = empty_output(found.loss, tau.view_as(targets), found.slopes.view_as(targets))
+        if (values := found.values) is not None:
+            output["statistics"] = self.statistics(contexts, targets.flatten(), tau, values, oracle_rows, oracle)
+            output["entropy"] = values.entropy.view_as(targets)
+            output["cross_entropy_tau"] = values.cross_entropy_tau.view_as(targets)
+            output["profiles"] = profiles
+        return output
 
     @torch.no_grad()
     def statistics(
@@ -298,6 +340,37 @@ class TemperatureCausalLM(nn.Module):
         graph = torch.no_grad() if self.freeze_base else contextlib.nullcontext()
         with self._autocast(input_ids.device.type), graph:
             return part(input_ids=input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False)
+
+
+class SideBySideCausalLM(nn.ModuleList):
+    """Modules :class:`TemperatureCausalLM` with the same frozen base, and a TempNet and a loss of their own.
+
+    The hidden states and the logits of a micro-batch are computed once for all of them.
+    """
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        position_ids: Tensor | None,
+        targets: Tensor,
+        *,
+        hidden: Tensor | None = None,
+        num_targets: Tensor | float,
+        with_statistics: bool = False,
+        oracle_rows: Tensor | None = None,
+        num_profile_nodes: Sequence[int] = (),
+    ) -> list[CausalLMOutput]:
+        """Return the output of every module; the arguments are those of one, with a number of nodes for each."""
+        modules: Any = self
+        first: TemperatureCausalLM = modules[0]
+        contexts, oracle = first._contexts_of(input_ids, position_ids, hidden), SharedOracle()
+        losses = first._losses(modules, contexts, targets.flatten(), num_targets, with_statistics)
+        nodes = num_profile_nodes or [0] * len(losses)
+        profiles = first._profiles(contexts, targets, set(nodes))
+        return [
+            module._output(loss, contexts, targets, oracle_rows, profiles.get(number), oracle)
+            for module, loss, number in zip(modules, losses, nodes, strict=True)
+        ]
 
 
 def compile_blocks(model: PreTrainedModel, *, backend: str = "inductor") -> int:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from transformers import CLIPModel, PreTrainedModel
 
 from tempnet.base_model import base_digest
-from tempnet.contrastive.losses import ContrastiveLoss, ContrastiveOutput
+from tempnet.contrastive.losses import ContrastiveLoss, ContrastiveOutput, contrastive_losses
 from tempnet.models.batch_norm import synchronize_batch_norm
 from tempnet.models.dual_encoder_config import (
     IMAGE_ENCODER_DIRECTORY,
@@ -361,3 +361,18 @@ class TemperatureDualEncoder(nn.Module):
         if image is None or text is None:
             raise ValueError(f"the loss {self.loss.config.name!r} has no TempNets")
         return image, text
+
+
+class SideBySideDualEncoder(nn.ModuleList):
+    """Modules :class:`TemperatureDualEncoder` on the same frozen encoder, each with a loss of its own.
+
+    The embeddings of a batch and their similarities are computed once for all of them.
+    """
+
+    def forward(
+        self, *, ids: Tensor, image_ids: Tensor, gammas: Sequence[float], **inputs: Tensor
+    ) -> list[ContrastiveOutput]:
+        """Return the output of every module; the arguments are those of one, with γ for each."""
+        modules: Any = self
+        image, text = modules[0].embed(**inputs)
+        return contrastive_losses([module.loss for module in modules], image, text, ids, image_ids, gammas=gammas)

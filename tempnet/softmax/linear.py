@@ -6,7 +6,8 @@ nothing is computed twice. Losses per token (`reduction="none"`) are differentia
 upstream gradients are known. The fold (`fold.py`) makes the cost of TempNet almost negligible; whether it is used is decided
 by a count of FLOPs, and the results with and without it agree up to rounding.
 
-`side_by_side_losses` computes the losses of several TempNets on a frozen base, with the logits of a chunk computed once.
+`linear_language_model_losses` computes the losses of several TempNets on a frozen base, with the logits of a chunk computed
+once.
 
 Shapes: N tokens, d hidden size, V effective vocabulary, d1 width of TempNet's first layer, K networks.
 """
@@ -109,9 +110,9 @@ def linear_language_model_loss(
     )  # fmt: skip
     if num_targets is None:
         num_targets = (targets != IGNORE_INDEX).sum().clamp(min=1)
-    function = _TokenLosses if reduction == "none" else _LossSum
+    function = _TokenLosses if reduction == "none" else _LossSums
     with torch.autocast(hidden.device.type, enabled=False):
-        loss, tau, slopes, *values = function.apply(hidden, weight, bias, targets, plan, *parameters)
+        loss, tau, slopes, *values = function.apply(hidden, weight, bias, targets, (plan,), *parameters)
     return LinearLoss(
         loss=loss if reduction == "none" else loss / num_targets,
         tau=tau,
@@ -126,53 +127,48 @@ class NetworkLoss:
 
     config: TemperatureLossConfig
     """Configuration of the loss, `dro` or `ts_ce`."""
-    tempnet: TempNet
-    """The network."""
+    tempnet: TempNet | None
+    """The network; None for a loss without one."""
     fold_cache: FoldCache | None = None
     """Cache of W1·W between calls; its owner must clear it when the weights change."""
 
 
-@torch.no_grad()
-def side_by_side_losses(
+def linear_language_model_losses(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     networks: Sequence[NetworkLoss],
     *,
     num_targets: Tensor | float,
-    gradient_scale: float | None = None,
     bias: Tensor | None = None,
     **options: Any,
 ) -> list[LinearLoss]:
-    """Compute the losses of K networks, and add the gradients of the networks to `grad` of their parameters.
+    """Compute the losses of K networks, which share the logits, their norms and their maxima.
 
-    Only the temperatures of the networks differ, so that the logits, their norms and their maxima are shared. Each result
-    is that of :func:`linear_language_model_loss` for the network alone, as are hidden, weight, targets, bias, the options
-    and the errors. The hidden states and the output weight get no gradients. The losses' sums over tokens are divided by
-    `num_targets`; `gradient_scale` is the factor of the gradients of the sums, None for no gradients.
+    Each result is that of :func:`linear_language_model_loss` for the network alone, as are the arguments and the errors. The
+    sums over tokens are divided by `num_targets`. Hidden states and output weight get no gradients. Networks that
+    read the logits with different shifts raise ValueError.
     """
-    losses = []
-    with torch.autocast(hidden.device.type, enabled=False):
-        for network in networks:
-            plan, parameters = _plan_loss(
-                hidden, weight, network.config, network.tempnet, bias=bias, fold_cache=network.fold_cache, **options
-            )
-            needs = [False] * 5 + [gradient_scale is not None] * len(parameters)
-            losses.append(TokenLoss(plan, hidden, weight, bias, parameters, needs))
-        add_tokens_in_chunks(losses, targets)
-        for loss in losses:
-            for parameter, gradient in zip(loss.parameters, loss.gradients(weight.dtype)[3:], strict=True):
-                if gradient_scale is not None and gradient is not None and parameter.requires_grad:
-                    gradient = gradient.mul_(gradient_scale).to(parameter.dtype)
-                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-    return [
-        LinearLoss(
-            loss=loss.losses.sum() / num_targets,
-            tau=loss.tau,
-            values=TokenValues(*loss.values) if loss.values else None,
-            slopes=loss.slopes,
+    settings = [network.tempnet.config for network in networks if network.tempnet]
+    shifts = {config.input_shift for config in settings if config.reads_logits}
+    if len(shifts) > 1:
+        raise ValueError(
+            f"networks that share logits must read them with one input_shift, not {', '.join(sorted(shifts))}"
         )
-        for loss in losses
+    hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
+    plans, parameters = [], list[Tensor]()
+    for network in networks:
+        plan, own = _plan_loss(
+            hidden, weight, network.config, network.tempnet, bias=bias, fold_cache=network.fold_cache, **options
+        )
+        plans.append(plan)
+        parameters += own
+    with torch.autocast(hidden.device.type, enabled=False):
+        outputs = _LossSums.apply(hidden, weight, bias, targets, plans, *parameters)
+    size = len(outputs) // len(plans)
+    return [
+        LinearLoss(loss=loss / num_targets, tau=tau, slopes=slopes, values=TokenValues(*values) if values else None)
+        for loss, tau, slopes, *values in (outputs[at : at + size] for at in range(0, len(outputs), size))
     ]
 
 
@@ -252,30 +248,39 @@ def _plan_loss(
 
 def _compute(
     inputs: Sequence[Any], needs: Sequence[bool], row_weights: Tensor | None = None
-) -> tuple[TokenLoss, tuple[Tensor | None, ...]]:
-    """Compute the results of all tokens, and the gradients in `needs`; the inputs are those of the functions below."""
-    hidden, weight, bias, targets, plan, *parameters = inputs
-    loss = TokenLoss(plan, hidden, weight, bias, tuple(parameters), needs)
-    if can_fuse(plan, hidden):
-        add_tokens_by_kernels(loss, targets, row_weights)
+) -> tuple[list[TokenLoss], list[tuple[Tensor | None, ...]]]:
+    """Compute the results of all tokens for every plan, and the gradients in `needs` of hidden, weight, bias, *parameters.
+
+    The inputs are those of the functions below. With several plans there are only gradients of the parameters.
+    """
+    hidden, weight, bias, targets, plans, *parameters = inputs
+    assert len(plans) == 1 or not any(needs[:3])
+    losses, at = [], 0
+    for plan in plans:
+        end = at + (0 if plan.tempnet is None else sum(1 for _ in plan.tempnet.parameters()))
+        own = tuple(parameters[at:end]), [*needs[:5], *needs[5 + at : 5 + end]]
+        losses.append(TokenLoss(plan, hidden, weight, bias, *own))
+        at = end
+    if len(plans) == 1 and can_fuse(plans[0], hidden):
+        add_tokens_by_kernels(losses[0], targets, row_weights)
     else:
-        add_tokens_in_chunks([loss], targets, row_weights)
-    return loss, loss.gradients(weight.dtype)
+        add_tokens_in_chunks(losses, targets, row_weights)
+    return losses, [loss.gradients(weight.dtype) for loss in losses]
 
 
-class _LossSum(torch.autograd.Function):
-    """Sum of the token losses, from hidden, weight, bias, targets, plan and the TempNet's parameters.
+class _LossSums(torch.autograd.Function):
+    """Sums of the token losses of every plan, from hidden, weight, bias, targets, plans and the TempNets' parameters.
 
     Gradients are computed in the forward pass and scaled in place in the backward pass.
     """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        needs = [needed and inputs[4].with_gradients for needed in ctx.needs_input_grad]
-        loss, ctx.gradients = _compute(inputs, needs)
-        outputs = (loss.losses.sum(), loss.tau, loss.slopes, *loss.values)
-        ctx.mark_non_differentiable(*outputs[1:])
-        return outputs
+        needs = [needed and inputs[4][0].with_gradients for needed in ctx.needs_input_grad]
+        losses, ctx.gradients = _compute(inputs, needs)
+        outputs = [(loss.losses.sum(), loss.tau, loss.slopes, *loss.values) for loss in losses]
+        ctx.mark_non_differentiable(*(value for own in outputs for value in own[1:]))
+        return tuple(value for own in outputs for value in own)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -285,10 +290,11 @@ class _LossSum(torch.autograd.Function):
                 "which can be differentiated any number of times"
             )
         gradients, ctx.gradients = ctx.gradients, None
-        for gradient in gradients:
-            if gradient is not None:
-                gradient.mul_(grad_outputs[0])
-        return *gradients[:3], None, None, *gradients[3:]
+        for own, factor in zip(gradients, grad_outputs[:: len(grad_outputs) // len(gradients)], strict=True):
+            for gradient in own:
+                if gradient is not None:
+                    gradient.mul_(factor)
+        return *gradients[0][:3], None, None, *(gradient for own in gradients for gradient in own[3:])
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -297,7 +303,7 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         needs = (False,) * len(ctx.needs_input_grad)
-        loss, _ = _compute(inputs, needs)
+        (loss,), _ = _compute(inputs, needs)
         ctx.save_for_backward(*inputs[:4])
         ctx.others = inputs[4:]
         outputs = (loss.losses, loss.tau, loss.slopes, *loss.values)
@@ -307,5 +313,5 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         with torch.autocast(grad_outputs[0].device.type, enabled=False):
-            _, gradients = _compute((*ctx.saved_tensors, *ctx.others), ctx.needs_input_grad, grad_outputs[0])
+            _, (gradients,) = _compute((*ctx.saved_tensors, *ctx.others), ctx.needs_input_grad, grad_outputs[0])
         return *gradients[:3], None, None, *gradients[3:]

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -308,13 +307,11 @@ def evaluate_objective(
 def add_tokens_in_chunks(losses: Sequence[TokenLoss], targets: Tensor, row_weights: Tensor | None = None) -> None:
     """Compute the results of all tokens and add their gradients, for losses of the same hidden states and output weight.
 
-    There is one loss, or several of which none needs a gradient of the logits. Targets are (N,) int64, and the gradients are
+    There is one loss, or several of which none needs a gradient of the logits, and whose networks read the logits with the
+    same shift. Targets are (N,) int64, and the gradients are
     those of Σ row_weights·loss with weights (N,); None stands for 1.
     """
-    first, groups = losses[0], defaultdict(list)
-    for loss in losses:  # Networks that read the logits with the same shift, or do not read them, are one group.
-        tempnet = loss.plan.tempnet
-        groups[tempnet.config.input_shift if tempnet and tempnet.config.reads_logits else "none"].append(loss)
+    first, with_values = losses[0], losses[0].plan.with_values
     # A network that reads the logits as they are needs those of the weight as it is, which suit the others too.
     base = next((loss for loss in losses if not loss.plan.is_free_of_shifts), first)
     num_tokens, size = len(targets), first.plan.chunk_size
@@ -324,47 +321,33 @@ def add_tokens_in_chunks(losses: Sequence[TokenLoss], targets: Tensor, row_weigh
         weights = None if row_weights is None else row_weights[part].to(first.plan.sum_dtype)
         logits, work = buffers[:, : part.stop - start]
         cap_slope = base.write_logits(part, logits)
-        for number, group in enumerate(groups.values(), start=1):
-            # Shifted logits are rounded anew, so that every group begins with those of the base.
-            own = logits if number == len(groups) else logits.clone()
-            _add_group(group, part, targets[part], weights, own, work, cap_slope)
+        predicted = _temperatures(losses, first.hidden[part], logits)
+        safe_targets = targets[part].where(targets[part] != IGNORE_INDEX, 0).unsqueeze(-1)
+        # The maximum is subtracted before the division, because L/τ would lose the digits of small differences at small τ.
+        shifted = logits.sub_(logits.amax(-1, keepdim=True))
+        at_one = _compute_softmax(shifted.clone(), safe_targets, work) if with_values else None
+        if len(losses) == 1:
+            terms = [_compute_softmax(shifted.div_(predicted[0][0].unsqueeze(-1)), safe_targets, work)]
+        else:
+            terms = _softmax_at_all(shifted, torch.stack([tau for tau, _ in predicted]), safe_targets)
+        for loss, (tau, prediction), at_tau in zip(losses, predicted, terms, strict=True):
+            logits_scale = loss.add(part, targets[part], tau, prediction, at_tau, at_one, weights)
+            if loss.needs_logits_grad:
+                gradient = work  # The probabilities p.
+                # Saves a pass over the logits on CPUs; on a GPU the answer would have to be waited for.
+                if logits_scale.is_cuda or not bool((logits_scale == 1).all()):
+                    gradient.mul_(logits_scale.unsqueeze(-1))
+                gradient.scatter_add_(-1, safe_targets, -logits_scale.unsqueeze(-1))
+                if cap_slope is not None:
+                    gradient.mul_(cap_slope)
+                loss.add_logits_gradient(part, gradient)
 
 
-def _add_group(
-    group: Sequence[TokenLoss],
-    part: slice,
-    targets: Tensor,
-    row_weights: Tensor | None,
-    logits: Tensor,
-    work: Tensor,
-    cap_slope: Tensor | None,
-) -> None:
-    """Process the tokens in `part` for losses of one group; logits (c, V) and working memory (c, V) are overwritten."""
-    predicted = _temperatures(group, group[0].hidden[part], logits)
-    safe_targets = targets.where(targets != IGNORE_INDEX, 0).unsqueeze(-1)
-    # The maximum is subtracted before the division, because L/τ would lose the digits of small differences at small τ.
-    shifted = logits.sub_(logits.amax(-1, keepdim=True))
-    at_one = _compute_softmax(shifted.clone(), safe_targets, work) if group[0].plan.with_values else None
-    if len(group) == 1:
-        terms = [_compute_softmax(shifted.div_(predicted[0][0].unsqueeze(-1)), safe_targets, work)]
-    else:
-        terms = _softmax_at_all(shifted, torch.stack([tau for tau, _ in predicted]), safe_targets)
-    for loss, (tau, prediction), at_tau in zip(group, predicted, terms, strict=True):
-        logits_scale = loss.add(part, targets, tau, prediction, at_tau, at_one, row_weights)
-        if loss.needs_logits_grad:
-            gradient = work  # The probabilities p.
-            # Saves a pass over the logits on CPUs; on a GPU the answer would have to be waited for.
-            if logits_scale.is_cuda or not bool((logits_scale == 1).all()):
-                gradient.mul_(logits_scale.unsqueeze(-1))
-            gradient.scatter_add_(-1, safe_targets, -logits_scale.unsqueeze(-1))
-            if cap_slope is not None:
-                gradient.mul_(cap_slope)
-            loss.add_logits_gradient(part, gradient)
-
-
-def _temperatures(group: Sequence[TokenLoss], hidden: Tensor, logits: Tensor) -> list[tuple[Tensor, Prediction | None]]:
-    """Return τ (c,) and its prediction for every loss of a group; the logits (c, V) may be shifted in place."""
-    readers = [loss.plan.tempnet for loss in group if loss.plan.tempnet and loss.plan.reads_logits]
+def _temperatures(
+    losses: Sequence[TokenLoss], hidden: Tensor, logits: Tensor
+) -> list[tuple[Tensor, Prediction | None]]:
+    """Return τ (c,) and its prediction for every loss; the logits (c, V) may be shifted in place."""
+    readers = [loss.plan.tempnet for loss in losses if loss.plan.tempnet and loss.plan.reads_logits]
     if readers and (offset := readers[0].input_offset(logits)) is not None:
         logits.sub_(offset)
 
@@ -379,7 +362,7 @@ def _temperatures(group: Sequence[TokenLoss], hidden: Tensor, logits: Tensor) ->
         return logits * inverse_norm(is_normalised).unsqueeze(-1)
 
     found: list[tuple[Tensor, Prediction | None]] = []
-    for loss in group:
+    for loss in losses:
         plan, config = loss.plan, loss.plan.config
         if config.kind.temperature == "oracle":
             found.append((optimal_temperature(logits, config.rho, config.tau_min, config.tau_max), None))

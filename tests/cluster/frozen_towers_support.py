@@ -106,7 +106,7 @@ def train_alone(task: ClipTask) -> tuple[list[float], list[int]]:
 
     config: Any = task.config
     parameters = list(task.module.loss.parameters())
-    optimizer, scheduler = make_optimizer(task.parameter_groups(), config)
+    optimizer, scheduler = make_optimizer([(task.parameter_groups(), config)])
     losses, digests = [], []
     for step, batch in enumerate(batches_of(task)):
         gamma = gamma_at(config.temperature.loss_config, step, config.run.num_steps)

@@ -50,7 +50,6 @@ from jobs.studies.trials import (
     record_failures,
     run_trials,
 )
-from jobs.tasks.base import can_share_base
 from jobs.tasks.language_model.config import LanguageModelConfig
 from pipelines.storage import exists, read_json, resolve, write_json
 
@@ -81,11 +80,17 @@ class Sweep:
     @property
     def shares_base(self) -> bool:
         """Whether the trials train side by side on one frozen base."""
-        sweep = self.config.sweep
-        if sweep.scheduler != "none" or sweep.search == "band":
+        sweep, base = self.config.sweep, self.config.base
+        if sweep.scheduler != "none" or sweep.search == "band" or sweep.num_side_by_side == 1:
             return False
-        trials = [self.config.trial(point) for point in next(self.config.start())]
-        return sweep.num_side_by_side > 1 < len(trials) and can_share_base(trials)
+        orders_data = {"optimizer.batch_size", "optimizer.micro_batch_size"}
+        return (
+            base.trains_networks_alone
+            and not base.run.start_from
+            and all(axis.startswith(("temperature.", "optimizer.")) for axis in sweep.values)
+            and not orders_data & sweep.values.keys()
+            and len(next(self.config.start())) > 1
+        )
 
     def describe(self) -> str:
         """Returns the plan as text for the terminal."""

@@ -21,7 +21,6 @@ from jobs.tasks.base import (
     DataReference,
     count_parameters,
     create_task,
-    membership,
     naming_field,
     resolve_paths,
 )
@@ -135,7 +134,7 @@ class ClipPlan(BasePlan[ClipConfig]):
         share_cut = {name: pair_source(config, pairs).share_of_captions_cut() for name, pairs in splits.items()}
         return PreparedTask(
             create_task=partial(create_task, f"{_TASKS}:ClipTask", config, data),
-            membership=membership(f"{_TASKS}:SideBySideTask", config, data),
+            config=config,
             num_samples=train.num_pairs,
             parameters={
                 "num_pairs": train.num_pairs,

@@ -18,7 +18,6 @@ from jobs.tasks.base import (
     GIB,
     BaseTask,
     DataReference,
-    MembersTask,
     base_and_tempnet_groups,
     num_stored_readers,
     to_device,
@@ -32,12 +31,13 @@ from pipelines.images.pairs import PairSource
 from pipelines.stream import Batch
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.contrastive.config import gamma_at
-from tempnet.contrastive.losses import ContrastiveLoss, PairStatistics, contrastive_losses
+from tempnet.contrastive.losses import ContrastiveLoss, PairStatistics
 from tempnet.contrastive.state import SampleState
 from tempnet.models.dual_encoder import (
     IMAGE_TEMPNET_DIRECTORY,
     TEXT_TEMPNET_DIRECTORY,
     DualEncoder,
+    SideBySideDualEncoder,
     TemperatureDualEncoder,
     save_training_temperature,
 )
@@ -49,7 +49,9 @@ class ClipTask(BaseTask[ClipConfig]):
     """The task of training a dual encoder and its temperatures; the methods are described in `jobs.engine.task.Task`."""
 
     unit = "pairs"
-    module: TemperatureDualEncoder
+    module: Any
+    """A `TemperatureDualEncoder`; of several runs that train together a `SideBySideDualEncoder`, whose parts the members
+    have."""
     steering: ContrastiveSteering
 
     def __init__(self, config: ClipConfig, data: DataReference, rank: int, world_size: int) -> None:
@@ -74,20 +76,27 @@ class ClipTask(BaseTask[ClipConfig]):
             reader_resources=config.data.resources,
             **reading,
         )
-        self._frozen_held_out: HeldOut | None = None
-        self._exported_towers: DualEncoder | None = None
+        self._shared: dict[str, Any] = {}
+        """What any member has found for all: the embeddings of the validation set, and towers to export."""
 
     def build(self, *, is_fresh: bool) -> None:
         """Build the module with its per-sample state, initialise the prototypes, and find the validation set."""
+        self._find_held_out()
+        towers = self._build_towers()
+        for member in self.make_members():
+            member._build_on(towers, is_fresh=is_fresh)
+        if len(self.members) > 1:
+            self.module = SideBySideDualEncoder([member.module for member in self.members])
+
+    def _build_on(self, towers: DualEncoder | None, *, is_fresh: bool) -> None:
+        """Build the module of this run on its towers."""
         device = worker_device(self.config.workers)
-        self.module = add_loss(self._build_towers(), self.config, num_pairs=self.train.num_pairs, device=device)
+        self.module = add_loss(towers, self.config, num_pairs=self.train.num_pairs, device=device)
         if is_fresh:
-            self._init_prototypes(self.module, self.config, device)
+            self._init_prototypes(device)
         self.steering = ContrastiveSteering(self.config.temperature, self.module.loss, self.train.num_pairs)
         if self.data.given_tau is not None:
-            assert self.module.loss.state is not None
             self.module.loss.state.fill("tau", torch.from_numpy(self.data.given_tau))
-        self._find_held_out()
 
     def _build_towers(self) -> DualEncoder | None:
         """Return the towers; None with stored embeddings."""
@@ -103,14 +112,17 @@ class ClipTask(BaseTask[ClipConfig]):
         total = self.held_out_pairs.num_images
         number = min(self.config.validation.num_images or total, total)
         image, text, owner = PairEmbeddings.load(self.data.features[1], self.held_out_pairs).read_held_out(number)
-        self._frozen_held_out = HeldOut(image=torch.from_numpy(image), text=torch.from_numpy(text), image_of_text=owner)
+        self._shared["held_out"] = HeldOut(
+            image=torch.from_numpy(image), text=torch.from_numpy(text), image_of_text=owner
+        )
 
     @torch.no_grad()
-    def _init_prototypes(self, module: TemperatureDualEncoder, config: ClipConfig, device: torch.device) -> None:
+    def _init_prototypes(self, device: torch.device) -> None:
         """Initialise the networks' prototypes from embeddings of random training images and texts, the same on every rank."""
-        if not config.temperature.needs_prototypes:
+        module, settings = self.module, self.config.temperature
+        if not settings.needs_prototypes:
             return
-        ids = random_pairs(self.train.num_pairs, config.temperature.num_prototypes, config.run.seed)
+        ids = random_pairs(self.train.num_pairs, settings.num_prototypes, self.config.run.seed)
         tensors = tensors_of(self.source.read(*self.source.locate(ids), 0), device)
         module.eval()
         module.init_prototypes(*module.embed(**inputs_of(tensors)))
@@ -137,15 +149,21 @@ class ClipTask(BaseTask[ClipConfig]):
         self, engine: DeepSpeedEngine, batch: Batch, *, step: int, num_units: int, with_statistics: bool
     ) -> StepResult:
         """Train on one global batch."""
-        config = self.config.temperature.loss_config
-        is_steered = self.steering.follows(engine.optimizer)
-        output = engine(**tensors_of(batch, engine.device), gamma=gamma_at(config, step, self.config.run.num_steps))
-        engine.backward(output["loss"])
+        configs = [member.config.temperature.loss_config for member in self.members]
+        gammas = [gamma_at(config, step, self.config.run.num_steps) for config in configs]
+        are_steered = [member.steering.follows(engine.optimizer, member.number) for member in self.members]
+        tensors = tensors_of(batch, engine.device)
+        outputs = engine(**tensors, gammas=gammas) if len(gammas) > 1 else [engine(**tensors, gamma=gammas[0])]
+        losses = [output["loss"] for output in outputs]
+        engine.backward(sum(losses[1:], losses[0]))
         engine.step()
-        if is_steered:
-            self.steering.observe_pairs(output)
-        statistics = PairStatistics.of(output, config) if with_statistics else None
-        return StepResult(output["loss"].detach() / self.world_size, statistics)
+        for member, is_steered, output in zip(self.members, are_steered, outputs, strict=True):
+            if is_steered:
+                member.steering.observe_pairs(output)
+        statistics: Any = None
+        if with_statistics:
+            statistics = [PairStatistics.of(output, config) for output, config in zip(outputs, configs, strict=True)]
+        return StepResult(torch.stack(losses).detach().squeeze() / self.world_size, statistics)
 
     def validate(
         self, engine: DeepSpeedEngine, *, with_details: bool
@@ -183,12 +201,13 @@ class ClipTask(BaseTask[ClipConfig]):
 
     def held_out(self, module: TemperatureDualEncoder, device: torch.device) -> HeldOut:
         """Return the embeddings of the validation set; those of frozen towers are computed once."""
-        if self._frozen_held_out is not None:
-            return self._frozen_held_out
+        held_out: HeldOut | None = self._shared.get("held_out")
+        if held_out is not None:
+            return held_out
         assert module.encoder is not None
         held_out = self.retrieval.embeddings(module.encoder, module.loss.world, device)
         if self.config.model.freeze:
-            self._frozen_held_out = held_out
+            self._shared["held_out"] = held_out
         return held_out
 
     def describe(self, scores: Mapping[str, float]) -> str:
@@ -206,78 +225,11 @@ class ClipTask(BaseTask[ClipConfig]):
 
     def export(self) -> None:
         """Write dual encoder, tokenizer and TempNets; towers whose embeddings were stored are loaded for this."""
-        self._export(self.config.run.export_directory, self.module)
-
-    def _export(self, uri: str, module: TemperatureDualEncoder) -> None:
         if self.rank == 0:
             tokenizer = load_tokenizer(self.config.tokenizer, needs_eos=False)
-            self._exported_towers = module.encoder or self._exported_towers or build_encoder(self.config, tokenizer)
-            export_encoder(self._exported_towers, module.loss, tokenizer, uri)
-
-
-class SideBySideTask(MembersTask, ClipTask):
-    """The task of training the TempNets of several runs on the same towers (`jobs.engine.side_by_side.MemberTask`).
-
-    The embeddings of a batch and their similarities are computed once, or the embeddings are read. Every member has its own
-    loss, with its TempNets and its per-sample state, and its own ρ if that is adjusted.
-    """
-
-    config: ClipConfig
-    module: Any
-
-    def build(self, *, is_fresh: bool) -> None:
-        """Build the towers once, and every loss as in a run of its own; find the validation set."""
-        device, num_pairs = worker_device(self.config.workers), self.train.num_pairs
-        encoder = self._build_towers()
-        self.modules: list[TemperatureDualEncoder] = [
-            add_loss(encoder, config, num_pairs=num_pairs, device=device) for config in self.configs
-        ]
-        self.steerings = []
-        for config, module in zip(self.configs, self.modules, strict=True):
-            if is_fresh:
-                self._init_prototypes(module, config, device)
-            self.steerings.append(ContrastiveSteering(config.temperature, module.loss, num_pairs))
-        self.module = nn.ModuleList(self.modules)
-        self.networks = [module.loss for module in self.modules]
-        self.kept = [(one, module.loss.state) for one, module in zip(self.steerings, self.modules, strict=True)]
-        self._find_held_out()
-
-    def train_step(self, engine: Any, batch: Batch, *, step: int, num_units: int, with_statistics: bool) -> StepResult:
-        """Train all networks on one global batch; the loss has one entry for each member."""
-        tensors = tensors_of(batch, engine.device)
-        image, text = self.modules[0].embed(**inputs_of(tensors))
-        losses = [config.temperature.loss_config for config in self.configs]
-        outputs = contrastive_losses(
-            [module.loss for module in self.modules],
-            image,
-            text,
-            tensors["ids"],
-            tensors["image_ids"],
-            gammas=[gamma_at(loss, step, self.config.run.num_steps) for loss in losses],
-        )
-        # Gradients are W times those of this rank's part of the loss, because the engine averages them.
-        values = torch.stack([output["loss"] for output in outputs])
-        values.sum().backward()
-        are_steered = [
-            steering.follows(optimizer) for steering, optimizer in zip(self.steerings, engine.optimizers, strict=True)
-        ]
-        engine.step()
-        for steering, is_steered, output in zip(self.steerings, are_steered, outputs, strict=True):
-            if is_steered:
-                steering.observe_pairs(output)
-        if with_statistics:
-            self.statistics = [PairStatistics.of(output, loss) for output, loss in zip(outputs, losses, strict=True)]
-        return StepResult(values.detach() / self.world_size, None)
-
-    def validate_member(self, number: int, *, with_details: bool) -> tuple[dict[str, float], dict[str, Any] | None]:
-        """Validate one member; the embeddings of the validation set and its recalls are computed once, for all members."""
-        module, device = self.modules[number], worker_device(self.config.workers)
-        scores, details = score(module, self.held_out(module, device), device, with_details=with_details)
-        return scores | self.steerings[number].scores(), details
-
-    def export_member(self, number: int) -> None:
-        """Write the export of one member into its own directory."""
-        self._export(self.configs[number].run.export_directory, self.modules[number])
+            towers = self.module.encoder or self._shared.get("towers") or build_encoder(self.config, tokenizer)
+            self._shared["towers"] = towers
+            export_encoder(towers, self.module.loss, tokenizer, self.config.run.export_directory)
 
 
 def export_encoder(encoder: DualEncoder, loss: ContrastiveLoss, tokenizer: PreTrainedTokenizerFast, uri: str) -> None:

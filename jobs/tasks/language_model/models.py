@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -233,14 +233,27 @@ def build_model(
     config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast, base: PreTrainedModel | StoredBase | None = None
 ) -> TemperatureCausalLM:
     """Build the module to train; its weights are the same on every rank, because they depend only on the seed."""
-    if base is None:
-        base = build_base(config, tokenizer)
-    else:
-        torch.manual_seed(config.run.seed)
-    module = add_tempnet(base, config, tokenizer)
-    if config.workers.compiles and isinstance(base, PreTrainedModel):
-        compile_blocks(base)
+    (module,) = build_models([config], tokenizer, base)
     return module
+
+
+def build_models(
+    configs: Sequence[LanguageModelConfig],
+    tokenizer: PreTrainedTokenizerFast,
+    base: PreTrainedModel | StoredBase | None = None,
+) -> list[TemperatureCausalLM]:
+    """Build the modules of runs on one base, each as in a run of its own."""
+    if base is None:
+        base = build_base(configs[0], tokenizer)
+    else:
+        torch.manual_seed(configs[0].run.seed)
+    state, modules = torch.get_rng_state(), []
+    for config in configs:
+        torch.set_rng_state(state)
+        modules.append(add_tempnet(base, config, tokenizer))
+    if configs[0].workers.compiles and isinstance(base, PreTrainedModel):
+        compile_blocks(base)
+    return modules
 
 
 def add_tempnet(

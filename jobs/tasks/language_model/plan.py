@@ -21,7 +21,6 @@ from jobs.tasks.base import (
     DataReference,
     count_parameters,
     create_task,
-    membership,
     naming_field,
     resolve_paths,
 )
@@ -166,7 +165,7 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
         )
         return PreparedTask(
             create_task=partial(create_task, f"{_TASKS}:LanguageModelTask", config, data),
-            membership=membership(f"{_TASKS}:SideBySideTask", config, data),
+            config=config,
             num_samples=None,
             read_data_outcome=partial(describe_data, train, validation, noun="blocks"),
             parameters={

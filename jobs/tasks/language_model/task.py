@@ -8,14 +8,14 @@ frozen base the export only names path and digest, unless `model.whole_export` a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig
 
 from jobs.engine.deepspeed_engine import deepspeed_config, load_partitioned, whole_parameters
@@ -26,20 +26,17 @@ from jobs.tasks.base import (
     GIB,
     BaseTask,
     DataReference,
-    MembersTask,
     base_and_tempnet_groups,
     num_stored_readers,
 )
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.data import write_training_text
 from jobs.tasks.language_model.models import (
-    add_tempnet,
-    build_base,
-    build_model,
+    build_models,
     find_divisible_base,
     flops_per_token,
 )
-from jobs.tasks.language_model.validation import Tally, ValidationPart, to_tensors, validate
+from jobs.tasks.language_model.validation import ValidationPart, to_tensors, validate
 from jobs.tasks.text import cache_for, find
 from pipelines.features import Features, FeatureSource
 from pipelines.local_copy import local_copy
@@ -48,12 +45,10 @@ from pipelines.text.blocks import BlockSource
 from pipelines.text.packing import IGNORE_INDEX
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.base_model import BaseReference
-from tempnet.models.causal_lm import CausalLMOutput, TemperatureCausalLM
-from tempnet.models.output_head import HEAD_FILE, StoredBase, output_weight
+from tempnet.models.causal_lm import CausalLMOutput, SideBySideCausalLM, TemperatureCausalLM
+from tempnet.models.output_head import HEAD_FILE, StoredBase
 from tempnet.network import PAIRED_DIRECTORY, TempNet
-from tempnet.oracle import SharedOracle
 from tempnet.softmax.fold import FoldCache
-from tempnet.softmax.linear import LinearLoss, NetworkLoss, side_by_side_losses
 from tempnet.statistics import TemperatureStatistics
 
 
@@ -66,7 +61,8 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
     unit = "tokens"
     num_oracle_tokens = 256
     """Number of tokens on which intermediate validations compute the optimal temperature (the oracle)."""
-    module: TemperatureCausalLM
+    module: Any
+    """A `TemperatureCausalLM`; of several runs that train together a `SideBySideCausalLM`, whose parts the members have."""
     steering: RhoSteering
 
     def __init__(self, config: LanguageModelConfig, data: DataReference, rank: int, world_size: int) -> None:
@@ -96,14 +92,20 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
 
     def build(self, *, is_fresh: bool) -> None:
         """Build the module, and read this rank's part of the validation blocks."""
+        self._read_validation()
         tokenizer = load_tokenizer(self.config.tokenizer)
         divisible = None if self.features else find_divisible_base(self.config)
-        if divisible is None:
-            self.module = build_model(self.config, tokenizer, self._stored_base())
-        else:
-            base, files = divisible
-            self.module = build_model(self.config, tokenizer, base)
-            load_partitioned(base, files, deepspeed_config(self.config), rank=self.rank)
+        base = self._stored_base() if divisible is None else divisible[0]
+        modules = build_models([member.config for member in self.make_members()], tokenizer, base)
+        if divisible is not None:
+            load_partitioned(*divisible, deepspeed_config(self.config), rank=self.rank)
+        for member, module in zip(self.members, modules, strict=True):
+            member._take(module)
+        self.module = modules[0] if len(modules) == 1 else SideBySideCausalLM(modules)
+
+    def _take(self, module: TemperatureCausalLM) -> None:
+        """Train this module."""
+        self.module = module
         self.module.fold_cache = FoldCache(self.config.num_accumulation_steps)
         self.steering = RhoSteering(
             self.config.temperature,
@@ -112,7 +114,6 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
             tau_range=self.config.temperature.tau_range,
             apply=self._set_rho,
         )
-        self._read_validation()
 
     def _set_rho(self, rho: float) -> None:
         self.module.loss_config = replace(self.module.loss_config, rho=rho)
@@ -138,8 +139,8 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
         return base_and_tempnet_groups([self.module.base], [self.module.tempnet], self.config.optimizer)
 
     def flops_per_unit(self) -> float | None:
-        """Return the FLOPs of training on one token."""
-        return flops_per_token(self.module, self.config)
+        """Return the FLOPs of training on one token; None for several runs."""
+        return flops_per_token(self.module, self.config) if len(self.members) == 1 else None
 
     def num_units(self, batch: Batch) -> int:
         """Return the number of tokens to predict (valid targets) in this rank's part of a batch."""
@@ -158,53 +159,76 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
         # DeepSpeed averages gradients over ranks and micro-batches, but the loss is the sum over tokens divided by the
         # tokens of the whole batch.
         num_parts = self.world_size * self.config.num_accumulation_steps
-        is_steered = self.steering.follows(engine.optimizer)
-        loss_sum = torch.zeros((), device=engine.device)
-        seen: list[tuple[Tensor, Tensor]] = []
-        sums: Tensor | None = None
+        are_steered = [member.steering.follows(engine.optimizer, member.number) for member in self.members]
+        seen: list[list[Tensor]] = [[] for _ in self.members]
+        options: dict[str, Any] = {"num_targets": max(num_units, 1) / num_parts, "with_statistics": with_statistics}
+        losses: list[Tensor] = []
+        sums: list[Tensor] = []
         for tensors in self.micro_batches(batch, engine.device):
-            output = engine(**tensors, num_targets=max(num_units, 1) / num_parts, with_statistics=with_statistics)
-            engine.backward(output["loss"])
+            outputs = self._forward(engine, **tensors, **options)
+            own = [output["loss"] for output in outputs]
+            engine.backward(sum(own[1:], own[0]))
             engine.step()
-            loss_sum += output["loss"].detach() / num_parts
-            if is_steered:
-                is_valid = tensors["targets"] != IGNORE_INDEX
-                seen.append((output["tau"][is_valid], output["slopes"][is_valid]))
-            if output["statistics"] is not None:
-                sums = output["statistics"] if sums is None else sums + output["statistics"]
-        assert self.module.fold_cache is not None
-        self.module.fold_cache.clear(keep_gram=self.config.model.is_frozen)
-        if is_steered:
-            tau, slopes = (torch.cat(parts) for parts in zip(*seen, strict=True))
-            self.steering.observe(tau, slopes)
-        loss = self.module.loss_config
-        return StepResult(loss_sum, None if sums is None else TemperatureStatistics(sums, loss.tau_min, loss.tau_max))
+            losses.append(torch.stack(own).detach() / num_parts)
+            for output, is_steered, kept in zip(outputs, are_steered, seen, strict=True):
+                if is_steered:
+                    is_valid = tensors["targets"] != IGNORE_INDEX
+                    kept.append(torch.stack([output["tau"][is_valid], output["slopes"][is_valid]]))
+            if with_statistics:
+                sums.append(
+                    torch.stack([output["statistics"] for output in outputs if output["statistics"] is not None])
+                )
+        for member, kept in zip(self.members, seen, strict=True):
+            member.module.fold_cache.clear(keep_gram=self.config.model.is_frozen)
+            if kept:
+                member.steering.observe(*torch.cat(kept, dim=1))
+        statistics: list[Any] = []
+        if sums:
+            for member, total in zip(self.members, torch.stack(sums).sum(0), strict=True):
+                loss = member.module.loss_config
+                statistics.append(TemperatureStatistics(total, loss.tau_min, loss.tau_max))
+        return StepResult(torch.stack(losses).sum(0).squeeze(), statistics or None)
+
+    def _forward(self, engine: Any, *, num_profile_nodes: Sequence[int] = (), **batch: Any) -> list[CausalLMOutput]:
+        """Return the outputs of all members for a micro-batch; the arguments are those of `SideBySideCausalLM`."""
+        if len(self.members) > 1:
+            found: list[CausalLMOutput] = engine(**batch, num_profile_nodes=num_profile_nodes)
+            return found
+        return [engine(**batch, num_profile_nodes=sum(num_profile_nodes))]
 
     def validate(
         self, engine: DeepSpeedEngine, *, with_details: bool
     ) -> tuple[dict[str, float], dict[str, Any] | None]:
         """Return the loss at τ = 1 and at the model's τ, and other scores; see `Tally.scores` for the details."""
+        (result,) = self.validate_members([self], engine, with_details=with_details)
+        return result
+
+    def validate_members(
+        self, members: Sequence[LanguageModelTask], engine: DeepSpeedEngine, *, with_details: bool
+    ) -> list[tuple[dict[str, float], dict[str, Any] | None]]:
+        """Validate some of the members, with the hidden states and logits of a micro-batch computed once for all."""
 
         def forward(*, num_profile_nodes: list[int], **batch: Any) -> list[CausalLMOutput]:
-            return [engine(**batch, num_profile_nodes=num_profile_nodes[0])]
+            nodes = dict(zip((member.number for member in members), num_profile_nodes, strict=True))
+            wanted = [nodes.get(number, 0) for number in range(len(self.members))]
+            outputs = self._forward(engine, **batch, num_profile_nodes=wanted)
+            return [outputs[number] for number in nodes]
 
-        (tally,) = self._validate(forward, [self.module], engine.device, with_details=with_details)
-        summary, details = tally.scores()
-        return summary | self.steering.scores(), details
-
-    def _validate(
-        self, forward: Any, modules: list[TemperatureCausalLM], device: torch.device, *, with_details: bool
-    ) -> list[Tally]:
-        return validate(
+        tallies = validate(
             forward,
             self.validation,
-            [module.loss_config for module in modules],
-            vocab_size=modules[0].vocab_size,
+            [member.module.loss_config for member in members],
+            vocab_size=self.members[0].module.vocab_size,
             micro_batch_size=self.config.micro_batch_size,
             num_oracle_tokens=self.config.validation.num_oracle_tokens if with_details else self.num_oracle_tokens,
             with_details=with_details,
-            device=device,
+            device=engine.device,
         )
+        results = []
+        for member, tally in zip(members, tallies, strict=True):
+            scores, details = tally.scores()
+            results.append((scores | member.steering.scores(), details))
+        return results
 
     def describe(self, scores: Mapping[str, float]) -> str:
         """Format cross-entropies and mean τ as a short text for a progress line."""
@@ -217,146 +241,6 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
         """Write tokenizer, TempNet and the base model, or the reference to a frozen base."""
         base = None if self.config.model.whole_export else self.base
         export_model(self.module, self.config, is_first=self.rank == 0, base=base)
-
-
-class SideBySideTask(MembersTask, LanguageModelTask):
-    """The task of training several TempNets on the contexts of one frozen base (`jobs.engine.side_by_side.MemberTask`).
-
-    The members' configurations have ρ as a number.
-    """
-
-    config: LanguageModelConfig
-    module: Any
-
-    def build(self, *, is_fresh: bool) -> None:
-        """Build the base once, and every network as in a run of its own; read this rank's validation blocks."""
-        tokenizer = load_tokenizer(self.config.tokenizer)
-        stored = self._stored_base()
-        torch.manual_seed(self.config.run.seed)
-        base = build_base(self.config, tokenizer) if stored is None else stored
-        state = torch.get_rng_state()
-        self.modules: list[TemperatureCausalLM] = []
-        self.members: list[NetworkLoss] = []
-        for config in self.configs:
-            torch.set_rng_state(state)
-            self.modules.append(module := add_tempnet(base, config, tokenizer))
-            assert module.tempnet is not None
-            cache = FoldCache(self.config.num_accumulation_steps)
-            self.members.append(NetworkLoss(config=module.loss_config, tempnet=module.tempnet, fold_cache=cache))
-        self.module = nn.ModuleList(self.modules)
-        self.networks = [member.tempnet for member in self.members]
-        self.tallies: dict[bool, list[Tally]] = {}
-        """With details or not → the validation of all members with their present weights."""
-        self._read_validation()
-
-    def train_step(self, engine: Any, batch: Batch, *, step: int, num_units: int, with_statistics: bool) -> StepResult:
-        """Train all networks on one global batch, in micro-batches; the loss has one entry for each member."""
-        # The gradients are scaled as DeepSpeed scales those of one run.
-        num_micro = self.config.num_accumulation_steps
-        num_parts = self.world_size * num_micro
-        num_targets = max(num_units, 1) / num_parts
-        scale = 1 / num_micro / num_targets
-        losses = torch.zeros(len(self.members), device=engine.device)
-        sums: list[Tensor] | None = None
-        for tensors in self.micro_batches(batch, engine.device):
-            hidden, targets = self._hidden(**tensors), tensors["targets"].flatten()
-            found = self._losses(hidden, targets, num_targets, with_values=with_statistics, gradient_scale=scale)
-            losses += torch.stack([one.loss for one in found]) / num_parts
-            if with_statistics:
-                new = self._statistics(found, hidden, targets)
-                sums = new if sums is None else [total + more for total, more in zip(sums, new, strict=True)]
-        engine.step()
-        self.tallies = {}
-        for member in self.members:
-            assert member.fold_cache is not None
-            member.fold_cache.clear(keep_gram=True)
-        if sums is not None:
-            self.statistics = [
-                TemperatureStatistics(total, member.config.tau_min, member.config.tau_max)
-                for total, member in zip(sums, self.members, strict=True)
-            ]
-        return StepResult(losses, None)
-
-    def validate_member(self, number: int, *, with_details: bool) -> tuple[dict[str, float], dict[str, Any] | None]:
-        """Validate one member; all of them are run over the validation blocks together."""
-        if with_details not in self.tallies:
-            device = next(self.module.parameters()).device
-            self.tallies[with_details] = self._validate(self._forward, self.modules, device, with_details=with_details)
-        return self.tallies[with_details][number].scores()
-
-    def export_member(self, number: int) -> None:
-        """Write the export of one member into its own directory."""
-        config = self.configs[number]
-        config = replace(config, workers=replace(config.workers, zero_stage=0))
-        base = None if config.model.whole_export else self.base
-        export_model(self.modules[number], config, is_first=self.rank == 0, base=base)
-
-    def _forward(
-        self, *, targets: Tensor, oracle_rows: Tensor, num_profile_nodes: list[int], **batch: Any
-    ) -> list[dict[str, Any]]:
-        """Return what the module of every member would return for a micro-batch of validation."""
-        hidden, wanted = self._hidden(**batch), targets.flatten()
-        found = self._losses(hidden, wanted, 1.0, with_values=True)
-        statistics = self._statistics(found, hidden, wanted, oracle_rows)
-        profiles = {nodes: self.modules[0].profiles(hidden, wanted, nodes) for nodes in {*num_profile_nodes} - {0}}
-        outputs = []
-        for own, sums, nodes in zip(found, statistics, num_profile_nodes, strict=True):
-            assert own.values is not None
-            outputs.append(
-                {
-                    "tau": own.tau.view_as(targets),
-                    "statistics": sums,
-                    "entropy": own.values.entropy.view_as(targets),
-                    "cross_entropy_tau": own.values.cross_entropy_tau.view_as(targets),
-                    "profiles": profiles.get(nodes),
-                }
-            )
-        return outputs
-
-    def _hidden(self, *, input_ids: Any, position_ids: Any, hidden: Tensor | None = None, **_: Any) -> Tensor:
-        """Return the hidden states (N, d) of a micro-batch, stored or computed by the base."""
-        module = self.modules[0]
-        if hidden is not None:
-            return hidden.to(output_weight(module.base)[0].dtype).flatten(0, 1)
-        with torch.no_grad():
-            return module.contexts(input_ids, position_ids).flatten(0, 1)
-
-    def _losses(
-        self,
-        hidden: Tensor,
-        targets: Tensor,
-        num_targets: float,
-        *,
-        with_values: bool,
-        gradient_scale: float | None = None,
-    ) -> list[LinearLoss]:
-        """Compute the losses of all members for hidden states (N, d) and targets (N,); see `side_by_side_losses`."""
-        first = self.modules[0]
-        weight, bias = output_weight(first.base)
-        assert first.head is not None
-        return side_by_side_losses(
-            first.head.scaled(hidden),
-            weight,
-            targets,
-            self.members,
-            num_targets=num_targets,
-            gradient_scale=gradient_scale,
-            with_values=with_values,
-            vocab_size=first.vocab_size,
-            bias=bias if bias is None or first.head.scale == 1.0 else bias * first.head.scale,
-            soft_cap=first.head.soft_cap,
-            matmul_dtype=first.autocast_dtype,
-        )
-
-    def _statistics(
-        self, losses: list[LinearLoss], hidden: Tensor, targets: Tensor, oracle_rows: Tensor | None = None
-    ) -> list[Tensor]:
-        """Return the sums of `TemperatureStatistics` of every member."""
-        found, oracle = [], SharedOracle()
-        for module, own in zip(self.modules, losses, strict=True):
-            assert own.values is not None
-            found.append(module.statistics(hidden, targets, own.tau, own.values, oracle_rows, oracle))
-        return found
 
 
 def export_model(

@@ -71,7 +71,7 @@ def walk(rank: int, world_size: int, tasks: dict[str, Any], target: Path) -> Non
         task = create(rank, world_size)
         config = task.config
         task.build(is_fresh=True)
-        engine = start_engine(task.module, task.parameter_groups(), config)
+        engine = start_engine(task.module, [(task.parameter_groups(), config)], config)
         size = config.optimizer.batch_size
         losses = []
         for step, batch in enumerate(task.stream.batches(0, NUM_STEPS * size)):
