@@ -1,25 +1,36 @@
-"""The interface between a task (a kind of training) and the loop and driver: everything that differs between tasks.
+"""A kind of training: what it is on the driver (`Plan`) and on a worker (`Task`), with what all kinds have in common.
 
 The driver holds a `Plan`. After the data are prepared, it sends a `CreateTask` to the workers, each of which calls it to
-create its `Task`. `jobs.tasks.base` has the defaults of both.
+create its `Task`. A kind of training derives from both and adds what is special to it.
 """
 
 from __future__ import annotations
 
+import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 from torch import Size, Tensor, nn
 
 from jobs.engine.config import TrainingConfig
+from jobs.engine.curves import draw_curves, draw_histogram
+from jobs.engine.description import results
+from jobs.engine.failures import FatalTrainingError
 from jobs.engine.metrics import TrackedRun
+from jobs.engine.rho import RhoSteering
+from pipelines.plan import StreamPlan
 from pipelines.storage import write_json
-from pipelines.stream import Batch, RankStream
+from pipelines.stream import READ_CPUS, Batch, RankStream, Source
+from tempnet.base_model import BaseReference, read_reference
+from tempnet.contrastive.state import SampleState
 
 if TYPE_CHECKING:  # the driver does not need DeepSpeed at run time
     from deepspeed import DeepSpeedEngine
+
+Config = TypeVar("Config", bound=TrainingConfig)
 
 ParameterGroup: TypeAlias = dict[str, Any]
 """A dictionary with `name` (under which the learning rate is logged), `parameters` and `learning_rate`."""
@@ -46,44 +57,74 @@ class StepResult:
     """Statistics of the step, or of every one of several runs; None unless they were requested."""
 
 
-class Task(Protocol):
-    """A task on one worker: its data, its model, and how to train, validate, save and export it."""
+class Task(ABC, Generic[Config]):
+    """A task on one worker: its data, its model, and how to train, validate, save and export it.
+
+    By default a unit is a sample, the FLOPs are unknown, and the last model is exported.
+
+    Args:
+        config: configuration of the run, with absolute paths and all defaults resolved.
+        source: the training data.
+        plan: order in which the samples are visited.
+        rank: rank of this worker.
+        world_size: number of workers.
+        reading: further fields of `pipelines.stream.RankStream`, which say how the data are read.
+    """
+
+    unit: str
+    """Name of the units in which the speed is counted, such as `tokens` or `pairs`."""
+    module: Any
+    """The module that DeepSpeed trains; :meth:`build` sets it."""
+    base: BaseReference | None = None
+    """The frozen base; None if there is none."""
+    steering: RhoSteering | None = None
+    """Adjusts ρ; None if the loss has none."""
+    number: int = 0
+    """Number of this run among those that train together."""
+    member_configs: Sequence[Config] = ()
+    """Configurations of the runs that train together; empty if this is the only one."""
+
+    def __init__(
+        self, config: Config, source: Source, *, plan: StreamPlan, rank: int, world_size: int, **reading: Any
+    ) -> None:
+        self.config, self.rank, self.world_size = config, rank, world_size
+        self.members: Sequence[Any] = [self]
+        size = config.optimizer.batch_size
+        self.stream = RankStream(source=source, plan=plan, batch_size=size, rank=rank, world_size=world_size, **reading)
+
+    def make_members(self) -> Sequence[Any]:
+        """Make the tasks of the runs that train together: copies of this one, which share all that it has read so far."""
+        if self.member_configs:
+            self.members = [copy.copy(self) for _ in self.member_configs]
+            for number, (member, config) in enumerate(zip(self.members, self.member_configs, strict=True)):
+                member.config, member.number = config, number
+        return self.members
 
     @property
-    def config(self) -> TrainingConfig:
-        """Configuration of the run, with absolute paths and all defaults resolved."""
+    def sample_state(self) -> SampleState | None:
+        """What the loss remembers of every sample; None if it remembers nothing."""
+        return None
 
-    @property
-    def stream(self) -> RankStream:
-        """This rank's part of the training data."""
-
-    @property
-    def module(self) -> nn.Module:
-        """The module that DeepSpeed trains; available after :meth:`build` was called."""
-
-    @property
-    def unit(self) -> str:
-        """Name of the units in which the speed is counted, such as `tokens` or `pairs`."""
-
-    @property
-    def members(self) -> Sequence[Task]:
-        """This task alone; or those of several runs whose networks are trained with the module of this task."""
-
+    @abstractmethod
     def build(self, *, is_fresh: bool) -> None:
         """Build the module, with the same weights on every rank, and read the validation data.
 
         Reading of the training data has already begun by then.
         """
 
+    @abstractmethod
     def parameter_groups(self) -> list[ParameterGroup]:
         """Return the trainable parameters, in one group for each learning rate and schedule."""
 
     def flops_per_unit(self) -> float | None:
         """Return the FLOPs that training on one unit mathematically needs; None if unknown."""
+        return None
 
     def num_units(self, batch: Batch) -> int:
         """Return the number of units in this rank's part of a batch."""
+        return len(batch["digest"])  # Every source returns digests (`pipelines.stream.Source`).
 
+    @abstractmethod
     def train_step(
         self, engine: DeepSpeedEngine, batch: Batch, *, step: int, num_units: int, with_statistics: bool
     ) -> StepResult:
@@ -92,6 +133,7 @@ class Task(Protocol):
         `num_units` is the number of units in the global batch; `batch` is this rank's part of it.
         """
 
+    @abstractmethod
     def validate(
         self, engine: DeepSpeedEngine, *, with_details: bool
     ) -> tuple[dict[str, float], dict[str, Any] | None]:
@@ -101,21 +143,40 @@ class Task(Protocol):
         self, members: Sequence[Any], engine: DeepSpeedEngine, *, with_details: bool
     ) -> list[tuple[dict[str, float], dict[str, Any] | None]]:
         """Return what :meth:`validate` returns, for some of the members."""
+        return [member.validate(engine, with_details=with_details) for member in members]
 
+    @abstractmethod
     def describe(self, scores: Mapping[str, float]) -> str:
         """Format scores as a short text for a progress line."""
 
     def rating(self, scores: Mapping[str, float]) -> float | None:
         """Return the rating by which the best model is exported (higher is better); None: the last model is exported."""
+        return None
 
+    @abstractmethod
     def export(self) -> None:
         """Write the model to the directory `export` of the run; all ranks call this, rank 0 writes."""
 
     def save(self, directory: Path) -> None:
-        """Write this rank's state that DeepSpeed does not hold into a checkpoint directory."""
+        """Save what DeepSpeed does not: ρ if it is adjusted, the state of this rank's samples, the name of a frozen base."""
+        if self.steering is not None:
+            self.steering.save(directory)
+        if self.sample_state is not None:
+            self.sample_state.save(directory)
+        if self.base is not None and self.rank == 0:
+            self.base.save(directory)
 
     def load(self, directory: Path, num_writers: int) -> None:
-        """Restore what :meth:`save` wrote, whatever number of workers wrote it."""
+        """Load what :meth:`save` wrote, whatever number of workers wrote it; another frozen base is a FatalTrainingError."""
+        if self.base is not None and (written_on := read_reference(directory)) is not None:
+            try:
+                written_on.check(self.base.digest)
+            except ValueError as error:
+                raise FatalTrainingError(str(error)) from error
+        if self.steering is not None:
+            self.steering.load(directory)
+        if self.sample_state is not None:
+            self.sample_state.load(directory, num_writers)
 
 
 CreateTask: TypeAlias = Callable[[int, int], Task]
@@ -171,32 +232,55 @@ class PreparedTask:
             write_json(f"{directory}/{name}", values)
 
 
-class Plan(Protocol):
-    """A task in the driver: everything that follows from a configuration before anything is started."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(ABC, Generic[Config]):
+    """A task in the driver: everything that follows from a configuration before anything is started.
 
-    @property
-    def config(self) -> TrainingConfig:
-        """Configuration as the user gave it."""
+    By default there is one reader for every worker, and plots are made of what was measured.
+    """
 
-    @property
-    def tracking_uri(self) -> str:
-        """MLflow tracking URI; empty if the run is not logged."""
+    config: Config
+    """Configuration as the user gave it."""
+    tracking_uri: str
+    """MLflow tracking URI; empty if the run is not logged."""
+
+    unit: ClassVar[str] = ""
+    """Name of the units in which the speed is counted, such as pairs."""
+    curves: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Title of every panel of `curves.png` → the metrics that it shows."""
+    band: ClassVar[tuple[float, float] | None] = None
+    """Range of mean τ that `histogram.png` marks."""
 
     @property
     def data_cpus(self) -> float:
         """Number of logical CPUs that reading data takes in addition to the workers."""
+        return READ_CPUS * self.config.workers.max_workers
 
+    @abstractmethod
     def describe(self) -> str:
         """Return the plan as text for the terminal."""
 
+    @abstractmethod
     def prepare(self) -> PreparedTask:
         """Prepare the data and resolve the values that depend on them."""
 
+    def rows(self, outcome: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Return name and text of the results that only this kind of training has."""
+        raise NotImplementedError
+
     def summary_table(self, outcome: Mapping[str, Any]) -> str:
         """Return the results of a finished run as text for the terminal."""
+        return results(self.rows(outcome), outcome, self.unit)
 
     def write_report(self, directory: Path, outcome: Mapping[str, Any], tracked: TrackedRun | None) -> None:
-        """Write the plots and pages of a finished run into a directory; `tracked` is None if the run is not logged."""
+        """Write the plots and pages of a finished run into a directory; `tracked` is None if the run is not logged.
+
+        These are `histogram.png`, if temperatures differ, and `curves.png`, if the run is logged to MLflow.
+        """
+        if outcome.get("histograms"):
+            draw_histogram(directory / "histogram.png", outcome, band=self.band)
+        if tracked and self.curves:
+            draw_curves(directory / "curves.png", tracked, self.curves, f"{outcome['run']}: {outcome['loss']}")
 
 
 def data_set(uri: str, digest: str) -> tuple[str, str, str]:

@@ -1,94 +1,33 @@
-"""What all kinds of training have in common on the driver (`BasePlan`) and on a worker (`BaseTask`).
-
-A kind of training derives from both and adds what is special to it; the interfaces are in `jobs.engine.task`.
-"""
+"""What several kinds of training share beside `jobs.engine.task`: their data, frozen bases, memory and parameter groups."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import importlib
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from jobs.engine.config import OptimizerSection, TrainingConfig
-from jobs.engine.curves import draw_curves, draw_histogram
-from jobs.engine.description import results
-from jobs.engine.failures import FatalTrainingError
 from jobs.engine.fields import resolve_fields, with_absolute_paths
-from jobs.engine.metrics import TrackedRun
-from jobs.engine.rho import RhoSteering
-from jobs.engine.task import ParameterGroup, PreparedTask, Task, trainable
+from jobs.engine.task import ParameterGroup, Task, trainable
 from jobs.tasks.config import ReadSection
 from pipelines.block_cache import DIRECTORY_VARIABLE
 from pipelines.object_store import is_local
 from pipelines.plan import StreamPlan
 from pipelines.storage import read_json, resolve
-from pipelines.stream import READ_CPUS, Batch, RankStream, Source
-from tempnet.base_model import BASE_FILE, BaseReference, read_reference
-from tempnet.contrastive.state import SampleState
-
-if TYPE_CHECKING:
-    from deepspeed import DeepSpeedEngine
+from tempnet.base_model import BASE_FILE, BaseReference
 
 Config = TypeVar("Config", bound=TrainingConfig)
 Stored = TypeVar("Stored", bound=Any)
 
 GIB = 2**30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BasePlan(ABC, Generic[Config]):
-    """A plan with the defaults of `jobs.engine.task.Plan`: one reader for every worker, and plots of what was measured."""
-
-    config: Config
-    """Configuration as the user gave it."""
-    tracking_uri: str
-    """MLflow tracking URI; empty if the run is not logged."""
-
-    unit: ClassVar[str] = ""
-    """Name of the units in which the speed is counted, such as pairs."""
-    curves: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Title of every panel of `curves.png` → the metrics that it shows."""
-    band: ClassVar[tuple[float, float] | None] = None
-    """Range of mean τ that `histogram.png` marks."""
-
-    @property
-    def data_cpus(self) -> float:
-        """Number of logical CPUs that reading data takes in addition to the workers."""
-        return READ_CPUS * self.config.workers.max_workers
-
-    @abstractmethod
-    def describe(self) -> str:
-        """Return the plan as text for the terminal."""
-
-    @abstractmethod
-    def prepare(self) -> PreparedTask:
-        """Prepare the data and resolve the values that depend on them."""
-
-    def rows(self, outcome: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Return name and text of the results that only this kind of training has."""
-        raise NotImplementedError
-
-    def summary_table(self, outcome: Mapping[str, Any]) -> str:
-        """Return the results of a finished run as text for the terminal."""
-        return results(self.rows(outcome), outcome, self.unit)
-
-    def write_report(self, directory: Path, outcome: Mapping[str, Any], tracked: TrackedRun | None) -> None:
-        """Write `histogram.png`, if temperatures differ, and `curves.png`, if the run is logged to MLflow."""
-        if outcome.get("histograms"):
-            draw_histogram(directory / "histogram.png", outcome, band=self.band)
-        if tracked and self.curves:
-            draw_curves(directory / "curves.png", tracked, self.curves, f"{outcome['run']}: {outcome['loss']}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,117 +56,17 @@ def create_task(task: str, config: TrainingConfig, *rest: Any) -> Task:
     return created
 
 
-class BaseTask(ABC, Generic[Config]):
-    """A task with the defaults of `jobs.engine.task.Task`.
-
-    A unit is a sample, the FLOPs are unknown, and the last model is exported.
-
-    Args:
-        config: configuration of the run.
-        source: the training data.
-        plan: order in which the samples are visited.
-        rank: rank of this worker.
-        world_size: number of workers.
-        reading: further fields of `pipelines.stream.RankStream`, which say how the data are read.
-    """
-
-    unit: str
-    base: BaseReference | None = None
-    """The frozen base; None if there is none."""
-    steering: RhoSteering | None = None
-    """Adjusts ρ; None if the loss has none."""
-    number: int = 0
-    """Number of this run among those that train together."""
-    member_configs: Sequence[Config] = ()
-    """Configurations of the runs that train together; empty if this is the only one."""
-
-    def __init__(
-        self, config: Config, source: Source, *, plan: StreamPlan, rank: int, world_size: int, **reading: Any
-    ) -> None:
-        self.config, self.rank, self.world_size = config, rank, world_size
-        self.members: Sequence[Any] = [self]
-        size = config.optimizer.batch_size
-        self.stream = RankStream(source=source, plan=plan, batch_size=size, rank=rank, world_size=world_size, **reading)
-
-    def make_members(self) -> Sequence[Any]:
-        """Make the tasks of the runs that train together: copies of this one, which share all that it has read so far."""
-        if self.member_configs:
-            self.members = [copy.copy(self) for _ in self.member_configs]
-            for number, (member, config) in enumerate(zip(self.members, self.member_configs, strict=True)):
-                member.config, member.number = config, number
-        return self.members
-
-    @property
-    def sample_state(self) -> SampleState | None:
-        """What the loss remembers of every sample; None if it remembers nothing."""
-        return None
-
-    def flops_per_unit(self) -> float | None:
-        """Return the FLOPs that training on one unit mathematically needs; None, because they are unknown."""
-        return None
-
-    def num_units(self, batch: Batch) -> int:
-        """Return the number of samples in this rank's part of a batch."""
-        return len(batch["digest"])  # Every source returns digests (`pipelines.stream.Source`).
-
-    @abstractmethod
-    def validate(
-        self, engine: DeepSpeedEngine, *, with_details: bool
-    ) -> tuple[dict[str, float], dict[str, Any] | None]:
-        """Return the scores, and with details what the report needs (`jobs.engine.task.Task.validate`)."""
-
-    def validate_members(
-        self, members: Sequence[Self], engine: DeepSpeedEngine, *, with_details: bool
-    ) -> list[tuple[dict[str, float], dict[str, Any] | None]]:
-        """Validate some of the members, one after the other."""
-        return [member.validate(engine, with_details=with_details) for member in members]
-
-    def rating(self, scores: Mapping[str, float]) -> float | None:
-        """Return None, so that the last model is exported."""
-        return None
-
-    def save(self, directory: Path) -> None:
-        """Save what DeepSpeed does not: ρ if it is adjusted, the state of this rank's samples, the name of a frozen base."""
-        if self.steering is not None:
-            self.steering.save(directory)
-        if self.sample_state is not None:
-            self.sample_state.save(directory)
-        if self.base is not None and self.rank == 0:
-            self.base.save(directory)
-
-    def load(self, directory: Path, num_writers: int) -> None:
-        """Load what :meth:`save` wrote, whatever number of workers wrote it."""
-        check_checkpoint(directory, self.base)
-        if self.steering is not None:
-            self.steering.load(directory)
-        if self.sample_state is not None:
-            self.sample_state.load(directory, num_writers)
-
-
 def check_continues(config: TrainingConfig, path: str, found: BaseReference) -> BaseReference:
     """Return the frozen base that is there now; a run that has begun on another one of the same name must not go on."""
     held = read_json(f"{config.run.directory}/{BASE_FILE}")
-    if held is not None and (reason := _difference(BaseReference(path=found.path, digest=held["digest"]), found)):
-        raise ValueError(
-            f"model.path = {path!r}: run.name = {config.run.name!r} cannot continue: {reason}; or choose another run.name"
-        )
+    if held is not None:
+        try:
+            BaseReference(path=found.path, digest=held["digest"]).check(found.digest)
+        except ValueError as error:
+            raise ValueError(
+                f"model.path = {path!r}: run.name = {config.run.name!r} cannot continue: {error}; or choose another run.name"
+            ) from error
     return found
-
-
-def check_checkpoint(directory: Path, base: BaseReference | None) -> None:
-    """Raise FatalTrainingError if a checkpoint was written on another frozen base than that of this run, if any."""
-    written_on = read_reference(directory)
-    if base is not None and written_on is not None and (reason := _difference(written_on, base)):
-        raise FatalTrainingError(reason)
-
-
-def _difference(wanted: BaseReference, found: BaseReference) -> str:
-    """Return why a base is not the wanted one; empty if it is."""
-    try:
-        wanted.check(found.digest)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def load_stored(wanted: Stored, data: Any, *, what: str, job: str) -> Stored:

@@ -9,8 +9,8 @@ from typing import Any
 
 from jobs.engine.description import describe_plan
 from jobs.engine.launch import tracking_uri
-from jobs.engine.task import PreparedTask
-from jobs.tasks.base import BasePlan, count_parameters, create_task
+from jobs.engine.task import Plan, PreparedTask
+from jobs.tasks.base import count_parameters, create_task
 from jobs.tasks.classifier.config import ClassifierConfig
 from jobs.tasks.classifier.data import build_model, read_fold
 from pipelines.sentences.senteval import SentenceTask
@@ -18,7 +18,7 @@ from pipelines.text.tokenization import load_tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClassifierPlan(BasePlan[ClassifierConfig]):
+class ClassifierPlan(Plan[ClassifierConfig]):
     """The plan of a cell. A cell is one of many, so it has no report: its curves can be viewed in MLflow."""
 
     unit = "sentences"

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from jobs.engine.export import open_export
 from jobs.engine.hardware import worker_device
-from jobs.engine.task import ParameterGroup, StepResult, trainable
-from jobs.tasks.base import BaseTask, to_device
+from jobs.engine.task import ParameterGroup, StepResult, Task, trainable
+from jobs.tasks.base import to_device
 from jobs.tasks.classifier.config import ClassifierConfig
 from jobs.tasks.classifier.data import build_model, read_fold
 from pipelines.plan import StreamPlan
@@ -26,7 +26,7 @@ from tempnet.models.triple_entropy_classifier import ClassifierOutput, TripleEnt
 _VALIDATION_BATCH_SIZE = 64
 
 
-class ClassifierTask(BaseTask[ClassifierConfig]):
+class ClassifierTask(Task[ClassifierConfig]):
     """The task of training a classifier; the methods are described in `jobs.engine.task.Task`.
 
     No model is rated, so that the last one counts: choosing one by the held-out sentences would bias its score.

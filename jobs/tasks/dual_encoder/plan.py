@@ -14,10 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from jobs.engine.description import describe_plan
 from jobs.engine.launch import tracking_uri
-from jobs.engine.task import PreparedTask, data_set
+from jobs.engine.task import Plan, PreparedTask, data_set
 from jobs.engine.temperature import check_sizes
 from jobs.tasks.base import (
-    BasePlan,
     DataReference,
     count_parameters,
     create_task,
@@ -47,7 +46,7 @@ _TASKS = "jobs.tasks.dual_encoder.task"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClipPlan(BasePlan[ClipConfig]):
+class ClipPlan(Plan[ClipConfig]):
     """The plan of training a dual encoder and its temperatures."""
 
     unit = "pairs"

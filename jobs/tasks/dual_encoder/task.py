@@ -13,10 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from jobs.engine.export import open_export
 from jobs.engine.hardware import worker_device
 from jobs.engine.rho import ContrastiveSteering
-from jobs.engine.task import ParameterGroup, StepResult
+from jobs.engine.task import ParameterGroup, StepResult, Task
 from jobs.tasks.base import (
     GIB,
-    BaseTask,
     DataReference,
     base_and_tempnet_groups,
     num_stored_readers,
@@ -45,7 +44,7 @@ from tempnet.models.dual_encoder import (
 _FIELDS = ("images", "input_ids", "attention_mask", "image_embeddings", "text_embeddings", "ids", "image_ids")
 
 
-class ClipTask(BaseTask[ClipConfig]):
+class ClipTask(Task[ClipConfig]):
     """The task of training a dual encoder and its temperatures; the methods are described in `jobs.engine.task.Task`."""
 
     unit = "pairs"

@@ -15,9 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from jobs.engine.description import check_fits, describe_plan
 from jobs.engine.launch import tracking_uri
 from jobs.engine.metrics import TrackedRun
-from jobs.engine.task import PreparedTask, data_set
+from jobs.engine.task import Plan, PreparedTask, data_set
 from jobs.tasks.base import (
-    BasePlan,
     DataReference,
     count_parameters,
     create_task,
@@ -52,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LanguageModelPlan(BasePlan[LanguageModelConfig]):
+class LanguageModelPlan(Plan[LanguageModelConfig]):
     """The plan of training a language model and its TempNet."""
 
     tokenizer: PreTrainedTokenizerFast

@@ -21,10 +21,9 @@ from transformers import AutoConfig
 from jobs.engine.deepspeed_engine import deepspeed_config, load_partitioned, whole_parameters
 from jobs.engine.export import open_export
 from jobs.engine.rho import RhoSteering
-from jobs.engine.task import ParameterGroup, StepResult
+from jobs.engine.task import ParameterGroup, StepResult, Task
 from jobs.tasks.base import (
     GIB,
-    BaseTask,
     DataReference,
     base_and_tempnet_groups,
     num_stored_readers,
@@ -52,7 +51,7 @@ from tempnet.softmax.fold import FoldCache
 from tempnet.statistics import TemperatureStatistics
 
 
-class LanguageModelTask(BaseTask[LanguageModelConfig]):
+class LanguageModelTask(Task[LanguageModelConfig]):
     """The task of training a language model and its TempNet; the methods are described in `jobs.engine.task.Task`.
 
     No model is rated, so that the last one is exported: no earlier TempNet is better while it is still learning.

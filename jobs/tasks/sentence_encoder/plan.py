@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from jobs.engine.description import describe_plan
 from jobs.engine.launch import tracking_uri
-from jobs.engine.task import PreparedTask, data_set
-from jobs.tasks.base import BasePlan, DataReference, count_parameters, create_task, naming_field, resolve_paths
+from jobs.engine.task import Plan, PreparedTask, data_set
+from jobs.tasks.base import DataReference, count_parameters, create_task, naming_field, resolve_paths
 from jobs.tasks.sentence_encoder.config import SentenceConfig
 from jobs.tasks.sentence_encoder.data import (
     build_encoder,
@@ -28,7 +28,7 @@ from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig, check_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SentencePlan(BasePlan[SentenceConfig]):
+class SentencePlan(Plan[SentenceConfig]):
     """The plan of training a sentence encoder."""
 
     unit = "documents"

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from jobs.engine.export import open_export
 from jobs.engine.hardware import worker_device
-from jobs.engine.task import ParameterGroup, StepResult
-from jobs.tasks.base import BaseTask, DataReference, base_and_tempnet_groups, to_device
+from jobs.engine.task import ParameterGroup, StepResult, Task
+from jobs.tasks.base import DataReference, base_and_tempnet_groups, to_device
 from jobs.tasks.sentence_encoder.config import SentenceConfig
 from jobs.tasks.sentence_encoder.data import build_model, read_documents, span_source
 from jobs.tasks.text import find
@@ -32,7 +32,7 @@ from tempnet.network import PAIRED_DIRECTORY
 from tempnet.statistics import histogram_of
 
 
-class SentenceTask(BaseTask[SentenceConfig]):
+class SentenceTask(Task[SentenceConfig]):
     """The task of training a sentence encoder; the methods are described in `jobs.engine.task.Task`.
 
     No model is rated, so that the last one is exported: no score tells how well the embeddings transfer.

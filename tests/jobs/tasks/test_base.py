@@ -1,4 +1,4 @@
-"""Test what the tasks share: paths, units, the size of the node's cache, and the record of the text of training."""
+"""Test what the tasks share: paths, the size of the node's cache, and the record of the text of training."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.engine.config import OptimizerSection, RunSection, TrainingConfig
+from jobs.engine.config import RunSection, TrainingConfig
 from jobs.engine.fields import PATH
-from jobs.tasks.base import GIB, BaseTask, cache_bytes, resolve_paths
+from jobs.tasks.base import GIB, cache_bytes, resolve_paths
 from jobs.tasks.language_model.data import (
     TRAINING_TEXT_FILE,
     read_training_text,
@@ -25,7 +24,6 @@ from jobs.tasks.language_model.data import (
 )
 from pipelines.archives import list_archives
 from pipelines.plan import StreamPlan
-from pipelines.stream import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,16 +36,6 @@ class NumbersConfig(TrainingConfig):
     data: NumbersSection
 
 
-class Numbers:
-    """A source whose items have nothing besides a value and the digest that every source returns."""
-
-    def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
-        return {"value": rows / 2, "digest": rows}
-
-    def name(self, shard: int, row: int) -> str:
-        return str(row)
-
-
 def test_paths_are_resolved_for_a_configuration_without_a_tokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,19 +45,6 @@ def test_paths_are_resolved_for_a_configuration_without_a_tokenizer(
     found = resolve_paths(NumbersConfig(run=RunSection(name="numbers"), data=NumbersSection(file="numbers.txt")))
     assert found.data.file == str(tmp_path / "numbers.txt")
     assert found.run.storage == str(tmp_path / "runs")
-
-
-def test_a_unit_is_a_sample_whatever_the_source_returns_beside_digests() -> None:
-    sections = {"data": NumbersSection(file=""), "optimizer": OptimizerSection(batch_size=6)}
-    config = NumbersConfig(run=RunSection(name="numbers"), **sections)
-    tasks = [
-        BaseTask(
-            config, Numbers(), plan=StreamPlan(shard_sizes=(10,), seed=0), rank=rank, world_size=2, num_readers=0
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    batches = [next(task.stream.batches(0, 6)) for task in tasks]
-    assert [task.num_units(batch) for task, batch in zip(tasks, batches, strict=True)] == [3, 3]
 
 
 @dataclass
