@@ -179,6 +179,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, dict[str, Any]]]] = {
     ),
     "sentences": (sentences, {}),
     "classifier": (classifier, {"workers": {"zero_stage": 1}}),
+    "supcon": (classifier, {"setting": {"contrastive_weight": 0.9}}),
 }
 
 
@@ -215,14 +216,14 @@ def test_a_run_leaves_its_report_and_its_figures(site: Site, case: str) -> None:
     outcome = site.alone(case)
     report = Path(outcome["directory"]) / "report"
     tokens = {"tokens.html", "histogram.png"}
-    pages = {"classifier": set()} | dict.fromkeys(("lm", "frozen", "distil", "finetune"), tokens)
+    pages = {"classifier": set(), "supcon": set()} | dict.fromkeys(("lm", "frozen", "distil", "finetune"), tokens)
     assert {path.name for path in report.iterdir()} == {
         "summary.txt",
         "outcome.json",
         "configuration.json",
     } | pages.get(case, {"histogram.png"})
     assert json.loads((report / "outcome.json").read_text())["validation"].keys() == outcome["validation"].keys()
-    if case in ("classifier", "distil", "finetune"):  # they learn no temperatures
+    if case in ("classifier", "supcon", "distil", "finetune"):  # they learn no temperatures
         return
     figures = outcome["rivals"]
     for prefix in ("image/", "text/") if case.startswith("clip") else ("",):
