@@ -57,7 +57,7 @@ def test_the_trainer_of_transformers_trains_a_tempnet_with_its_model(tmp_path: P
     assert not torch.equal(before, network.first_layer.weight)
 
 
-@pytest.mark.parametrize("name", ["clip_fixed", "tempnet_in_batch", "temperature_free", "sogclr"])
+@pytest.mark.parametrize("name", ["clip_fixed", "tempnet_in_batch", "temperature_free", "sogclr", "neuclip"])
 def test_sentence_transformers_train_with_every_kind_of_loss(name: str, tmp_path: Path) -> None:
     from datasets import Dataset
     from sentence_transformers import (
@@ -99,7 +99,7 @@ def test_sentence_transformers_train_with_every_kind_of_loss(name: str, tmp_path
     assert torch.isfinite(torch.tensor(result.training_loss))
 
 
-@pytest.mark.parametrize("name", ["clip", "tempnet", "isogclr", "temperature_free"])
+@pytest.mark.parametrize("name", ["clip", "tempnet", "isogclr", "temperature_free", "siglip", "tempnet_neuclip"])
 def test_the_loss_of_open_clip_has_the_same_signature(name: str) -> None:
     torch.manual_seed(0)
     image, text = (F.normalize(torch.randn(6, DIM), dim=-1).requires_grad_() for _ in range(2))

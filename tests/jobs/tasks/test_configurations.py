@@ -391,6 +391,8 @@ def test_a_plan_says_which_share_of_the_sentences_is_cut() -> None:
         "--temperature.loss clip",
         "--temperature.loss tempnet_in_batch --temperature.no-projection",
         "--temperature.loss sogclr --objective.contrastive-weight 0",
+        "--temperature.loss neuclip --temperature.rho 0.5",
+        "--temperature.loss tempnet_neuclip --temperature.rho 0.5 --temperature.no-projection",
     ],
 )
 def test_what_needs_no_documents_first_can_be_streamed(options: str) -> None:
