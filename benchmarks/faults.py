@@ -20,9 +20,9 @@ from pathlib import Path
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cluster"))
-from corpus_support import write_corpus
 from fault_site import Site, run_site
 from fault_support import Reference, draw, run_schedule
+from support import write_corpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ def run_seed(seed: int, num_faults: int, site: Site, reference: Reference) -> bo
         print(f"{row} {type(error).__name__}: {error} |", flush=True)
         return False
     print(
-        f"{row} {report.num_starts} | {report.num_lost} | {report.num_repeated} | {report.has_same_batches} | "
+        f"{row} {len(report.endings) + 1} | {report.num_lost} | {report.num_repeated} | {report.has_same_batches} | "
         f"{report.largest_difference:.1e} | {report.num_late} | {len(report.unexplained)} | "
         f"{time.monotonic() - started:.0f} |",
         flush=True,

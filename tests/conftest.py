@@ -6,10 +6,8 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 
 import pytest
 from hypothesis import settings
@@ -23,54 +21,6 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "gate"))
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# The longest test of `make test-all` takes 14 minutes.
-SECONDS_PER_TEST = 1200
-
-
-@contextmanager
-def time_limit(item: pytest.Item) -> Iterator[None]:
-    """End the tests with the name of one that hangs, and the lines in which it does.
-
-    `ray.get` swallows every exception that a signal raises but KeyboardInterrupt, so that pytest-timeout cannot end it. What
-    hung may hold the CPUs of the shared Ray, so no other test is run.
-    """
-    rang = False
-
-    def interrupt(_signal: int, _frame: FrameType | None) -> None:
-        nonlocal rang
-        rang = True
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS_PER_TEST)
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        if not rang:
-            raise
-        item.session.shouldfail = f"{item.nodeid} did not end in {SECONDS_PER_TEST} seconds"
-        raise TimeoutError(item.session.shouldfail) from error
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
-    with time_limit(item):
-        return (yield)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    with time_limit(item):
-        return (yield)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
-    with time_limit(item):
-        return (yield)
 
 
 @pytest.fixture(scope="session")
@@ -110,8 +60,8 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a few hundred documents of a small language with structure to learn (`corpus_support`)."""
-    from corpus_support import write_corpus
+    """Write a few hundred documents of a small language with structure to learn (`support.write_corpus`)."""
+    from support import write_corpus
 
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
@@ -119,7 +69,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a hundred rendered images with captions, a split for retrieval and one for classification."""
-    from clip_training_support import write_tiny_images
+    from task_support import write_tiny_images
 
     return write_tiny_images(tmp_path_factory.mktemp("clip") / "images")
 

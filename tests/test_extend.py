@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from extend_support import FILES, write_files
+from readme_support import TASK_FILES, write_task
 
 from jobs.tasks.dual_encoder.config import PairTemperatureSection
 from jobs.tasks.language_model.config import TemperatureSection
@@ -154,7 +154,7 @@ def run_in(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_files_of_a_task_have_the_style_of_the_house(tmp_path: Path) -> None:
-    write_files(tmp_path)
+    write_task(tmp_path)
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     own = f"src = ['{ROOT}', '.']"
     # Only the rooms of the house may not import jobs/; a package beside them may.
@@ -162,12 +162,12 @@ def test_the_files_of_a_task_have_the_style_of_the_house(tmp_path: Path) -> None
     assert checked.returncode == 0, checked.stdout
     formatted = run_in(tmp_path, "ruff", "format", "--no-cache", "--check", ".")
     assert formatted.returncode == 0, formatted.stdout
-    assert f"{len(FILES)} files already formatted" in formatted.stdout
+    assert f"{len(TASK_FILES)} files already formatted" in formatted.stdout
 
 
 @pytest.mark.long
 def test_the_files_of_a_task_are_typed(tmp_path: Path) -> None:
-    write_files(tmp_path)
+    write_task(tmp_path)
     # mypy stores what it knows of the house where `make types` does, so that it need not find it out again.
     cache = f"--cache-dir={ROOT / '.mypy_cache'}"
     settings = f"--config-file={ROOT / 'pyproject.toml'}"
@@ -176,7 +176,7 @@ def test_the_files_of_a_task_are_typed(tmp_path: Path) -> None:
 
 
 def test_the_command_of_a_task_explains_itself_and_refuses_what_is_wrong(tmp_path: Path) -> None:
-    write_files(tmp_path)
+    write_task(tmp_path)
     command = "line_classifier.train"
     told = run_in(tmp_path, command, "--help")
     assert told.returncode == 0

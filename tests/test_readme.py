@@ -15,8 +15,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from extend_support import FILES
-from readme_support import FOLLOWED, PAGES, PYTHON, README, RUN_BY, recipe, shell_lines
+from readme_support import FOLLOWED, PAGES, PYTHON, README, RUN_BY, TASK_FILES, recipe, shell_lines
 
 from tests.jobs.test_printed_commands import parse
 
@@ -130,7 +129,7 @@ def blocks_of(language: str, text: str) -> list[str]:
 
 
 def test_every_python_block_of_a_followed_page_is_a_file_that_its_test_writes() -> None:
-    assert len(FILES) == len(blocks_of("python", PAGES["extend"])) > 0
+    assert len(TASK_FILES) == len(blocks_of("python", PAGES["extend"])) > 0
 
 
 @cache

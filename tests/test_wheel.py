@@ -26,13 +26,7 @@ NOT_FOR_THE_LIBRARY = ["ray", "deepspeed", "mlflow", "pyarrow", "lm_eval", "tyro
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the wheel by the recipe of `make wheel`, from a copy of the sources, and return its path."""
     at = tmp_path_factory.mktemp("wheel")
-    command = [
-        "git",
-        "ls-files",
-        "-z",
-        "--cached",
-        "--others",
-        "--exclude-standard",
+    parts = [
         "setup.py",
         "tempnet",
         "jobs",
@@ -43,20 +37,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "README.md",
         "LICENSE",
     ]
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *parts]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     for name in filter(None, listed.stdout.split("\0")):
         if (ROOT / name).exists():
             (at / name).parent.mkdir(parents=True, exist_ok=True)
             (at / name).write_bytes((ROOT / name).read_bytes())
-    command = [
-        "make",
-        "--dry-run",
-        "--no-print-directory",
-        "--old-file=.venv/.ready",
-        f"--file={ROOT}/Makefile",
-        f"BIN={Path(sys.executable).parent}",
-    ]
-    recipe = subprocess.run([*command, "wheel"], cwd=at, capture_output=True, text=True, check=True)
+    command = ["make", "--dry-run", "--no-print-directory", "--old-file=.venv/.ready", f"--file={ROOT}/Makefile"]
+    recipe = subprocess.run(
+        [*command, f"BIN={Path(sys.executable).parent}", "wheel"], cwd=at, capture_output=True, text=True, check=True
+    )
     assert "pip wheel" in recipe.stdout
     subprocess.run(["bash", "-ec", recipe.stdout], cwd=at, check=True)
     (built,) = (at / "dist").iterdir()

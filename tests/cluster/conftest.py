@@ -5,27 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
-from node_support import RAY_OF_TESTS
 from readme_support import recipe, run_line
 from s3_support import ObjectStore
-from server_support import free_port, wait_for_ports
-from support import (
-    BIN,
-    LANGUAGE_MODEL_OPTIONS,
-    ROOT,
-    outcome_of,
-    tiny_config,
-)
+from server_support import BIN, RAY_OF_TESTS, free_port, wait_for_ports
+from support import LANGUAGE_MODEL_OPTIONS, ROOT, outcome_of
 
 from jobs.engine.cluster import ensure_token
-from jobs.tasks.language_model.config import LanguageModelConfig
 
 
 @pytest.fixture(scope="session")
@@ -93,16 +85,6 @@ def cluster(ray_head: dict[str, str]) -> Iterator[dict[str, str]]:
     """Connect this process to the head, and yield the head's environment variables."""
     with connected(ray_head):
         yield ray_head
-
-
-@pytest.fixture
-def tiny(corpus: Path, tmp_path: Path) -> Callable[..., LanguageModelConfig]:
-    """Return `tiny(name, section={field: value})`, which makes a run by :func:`support.tiny_config`."""
-
-    def make(name: str, **sections: dict[str, Any]) -> LanguageModelConfig:
-        return tiny_config(corpus, tmp_path / "runs", name, **sections)
-
-    return make
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,15 +30,16 @@ _BARE = re.compile(r"$|(\w+\.)*\w*(Error|Exception|Died|Interrupt)\b(:|$)|(error
 
 def kill_a_worker(run: DisturbedRun) -> None:
     """A worker is ended by SIGKILL, as the kernel does when memory is short."""
-    cluster, workers = run.site.cluster, "ray::RayTrainWorker"
-    wait_for(lambda: bool(cluster.head.processes(workers) + cluster.node.processes(workers)), seconds=120)
-    (cluster.node.processes(workers) or cluster.head.processes(workers))[0].kill()
+    wait_for(lambda: bool(run.site.cluster.training_workers()), seconds=120)
+    run.site.cluster.training_workers()[0].kill()
 
 
 def lose_a_node(run: DisturbedRun) -> None:
-    """A node loses its power; another one comes some seconds later."""
+    """A node loses its power; another one comes when the run, if it had a worker there, goes on without it."""
+    num_before = len(run.lines)
     run.site.cluster.node.kill()
-    time.sleep(run.site.seconds_of_trouble)
+    with suppress(TimeoutError):
+        wait_for(lambda: any("the run goes on with 1" in line for line in run.lines[num_before:]), seconds=60)
     run.site.cluster.start_node()
 
 
@@ -51,25 +53,25 @@ def kill_a_raylet(run: DisturbedRun) -> None:
 
 def kill_the_driver(run: DisturbedRun) -> None:
     """The driver is ended by SIGKILL."""
-    run.job.process.kill()
+    run.process.kill()
 
 
 def end_the_driver(run: DisturbedRun) -> None:
     """The driver is told to end by SIGTERM."""
-    run.job.process.send_signal(signal.SIGTERM)
+    run.process.send_signal(signal.SIGTERM)
 
 
 def lose_the_head(run: DisturbedRun) -> None:
     """The head loses its power, and with it the cluster is lost; both nodes are started again."""
     run.site.cluster.close()
-    run.job.end()
+    run.end()
     run.site.cluster.start()
 
 
 def kill_the_control_service(run: DisturbedRun) -> None:
     """Ray's control service is ended by SIGKILL; when the job has noticed it, both nodes are started again."""
     assert run.site.cluster.head.kill("gcs_server")
-    run.job.end()
+    run.end()
     run.site.cluster.close()
     run.site.cluster.start()
 
@@ -91,7 +93,7 @@ def disturb_the_store(run: DisturbedRun, **behaviour: float) -> None:
 def let_the_store_refuse_writes(run: DisturbedRun) -> None:
     """The store can only be read until the job has noticed it, which is at its next checkpoint."""
     run.site.store.behave(refuses_writes=True)
-    run.job.end()
+    run.end()
     run.site.store.behave()
 
 
@@ -127,10 +129,9 @@ def damage_the_newest_checkpoint(run: DisturbedRun) -> None:
     nothing is changed before its workers, which train on for a while, are gone.
     """
     wait_for(lambda: bool(find_whole_checkpoints(run)), seconds=120)
-    run.job.process.kill()
-    run.job.end()
-    nodes, workers = (run.site.cluster.head, run.site.cluster.node), "ray::RayTrainWorker"
-    wait_for(lambda: not any(node.processes(workers) for node in nodes), seconds=120)
+    run.process.kill()
+    run.end()
+    wait_for(lambda: not run.site.cluster.training_workers(), seconds=120)
     whole = find_whole_checkpoints(run)
     store = run.site.store.filesystem
     files = store.get_file_info(FileSelector(whole[-1], recursive=True))
@@ -143,7 +144,7 @@ def damage_the_newest_checkpoint(run: DisturbedRun) -> None:
         target.write(bytes(damaged))
     if len(whole) == 1:
         run.start_again()
-        run.job.end()
+        run.end()
         with store.open_output_stream(newest) as target:
             target.write(content)
 
@@ -154,13 +155,13 @@ def lose_a_shard(run: DisturbedRun) -> None:
     Workers train on until they notice that their driver is gone. If they have trained the last step by then, the next start
     needs no data and ends well, and the fault is late.
     """
-    run.job.process.kill()
-    run.job.end()
+    run.process.kill()
+    run.end()
     shard = min((run.site.directory / "prepared").glob("train-*/*.arrow"))
     away = run.site.directory / "away"
     shutil.move(shard, away)
     run.start_again()
-    run.job.end()
+    run.end()
     shutil.move(away, shard)
 
 
@@ -202,7 +203,7 @@ def draw(seed: int, num_steps: int, num_faults: int = 3) -> Schedule:
     return list(zip(steps, rng.sample(sorted(FAULTS), num_faults), strict=True))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Reference:
     """The run that nothing happened to."""
 
@@ -212,18 +213,16 @@ class Reference:
     @classmethod
     def train(cls, site: Site, name: str = "undisturbed") -> Reference:
         """Train with one worker."""
-        job = site.start(name, "1")
-        if job.end():
-            raise RuntimeError(job.tail())
-        return cls(losses=site.losses(name), batches_digest=site.server.tag_of(name, "batches_digest"))
+        run = DisturbedRun(site, name, num_workers="1")
+        if run.end():
+            raise RuntimeError(run.tail())
+        return cls(losses=site.losses(name), batches_digest=site.batches_digest(name))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """What became of a run to which faults happened."""
 
-    num_starts: int
-    """How often the job was started."""
     num_lost: int
     """Number of steps whose loss is missing in MLflow."""
     num_repeated: int
@@ -238,6 +237,8 @@ class Report:
     """What is wrong with the last lines of starts that ended early."""
     endings: list[Ending]
     """How every start ended that did not come to the last step."""
+    lines: list[str]
+    """What all starts have printed."""
 
     @property
     def is_good(self) -> bool:
@@ -258,7 +259,7 @@ def find_unexplained(endings: list[Ending]) -> list[str]:
 
 def run_schedule(schedule: Schedule, site: Site, reference: Reference, name: str) -> Report:
     """Train while the faults of a schedule happen, and compare."""
-    run, num_late = DisturbedRun.begin(site, name), 0
+    run, num_late = DisturbedRun(site, name), 0
     try:
         for step, fault in schedule:
             run.reach(step)
@@ -268,16 +269,16 @@ def run_schedule(schedule: Schedule, site: Site, reference: Reference, name: str
             num_late += run.is_over
         run.finish()
     finally:
-        run.job.process.kill()  # a schedule that fails must not leave a job beside the next one
+        run.process.kill()  # a schedule that fails must not leave a job beside the next one
     losses = site.losses(name)
     steps = reference.losses.keys() & losses.keys()
     return Report(
-        num_starts=run.num_starts,
         num_lost=site.num_steps - len(steps),
         num_repeated=sum(max(losses[step]) - min(losses[step]) > 1e-5 for step in steps),
-        has_same_batches=site.server.tag_of(name, "batches_digest") == reference.batches_digest,
+        has_same_batches=site.batches_digest(name) == reference.batches_digest,
         largest_difference=max(abs(losses[step][-1] - reference.losses[step][-1]) for step in steps),
         num_late=num_late,
         unexplained=find_unexplained(run.endings),
         endings=run.endings,
+        lines=run.lines,
     )

@@ -1,4 +1,4 @@
-"""Find the shell lines of the README and of the pages in docs/, and run a line."""
+"""Find the shell lines, the notebooks and the Python files of the README and of docs/, and run a line or a notebook."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import os
 import re
 import shlex
 import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 
-from support import ROOT
+ROOT = Path(__file__).parents[2]
 
 README = (ROOT / "README.md").read_text()
 HISTORY = {"results"}
@@ -23,10 +26,10 @@ RUN_BY = {
     "sample_data": "cluster/test_readme_text.py::test_what_make_run_runs",
     "train_lm": "cluster/test_train_lm.py::test_the_run_learned_and_left_everything_a_person_needs",
     "export": "cluster/test_train_lm.py::test_an_export_is_made_of_a_checkpoint",
-    "runs": "cluster/test_train_lm.py::test_the_run_is_listed",
+    "runs": "cluster/test_train_lm.py::test_the_run_is_finished_and_listed",
     "calibrate": "cluster/test_readme_text.py::test_measuring_headroom",
     "generate": "cluster/test_readme_text.py::test_generating",
-    "train_reward": "cluster/test_readme_text.py::test_learning_from_a_verifier",
+    "train_reward": "cluster/test_scoring.py::test_training_on_rewards_with_a_worker_that_dies",
     "playground": "jobs/scoring/test_playground.py::test_the_command_serves_until_ctrl_c",
     "evaluate_lm": "cluster/test_readme_text.py::test_evaluating",
     "predict_temperatures": "cluster/test_readme_text.py::test_predicting_temperatures_of_texts",
@@ -35,15 +38,15 @@ RUN_BY = {
     "evaluate_clip": "cluster/test_readme_images.py::test_training_and_scoring",
     "prepare_text": "cluster/test_readme_text.py::test_preparing",
     "prepare_images": "cluster/test_readme_text.py::test_preparing",
-    "train_sentences": "cluster/test_readme_sentences.py::test_training_and_scoring",
-    "evaluate_sentences": "cluster/test_readme_sentences.py::test_training_and_scoring",
+    "train_sentences": "cluster/test_readme_text.py::test_training_and_scoring_a_sentence_encoder",
+    "evaluate_sentences": "cluster/test_readme_text.py::test_training_and_scoring_a_sentence_encoder",
     "train_classifier": "cluster/test_train_classifier.py::test_a_cross_validation",
-    "sweep": "cluster/test_readme_sentences.py::test_sweeping_some_values",
-    "prepare_features": "cluster/test_frozen_grid.py::test_a_grid_trains_from_stored_features",
+    "sweep": "cluster/test_sweep.py::test_sweeping_some_values",
+    "prepare_features": "cluster/test_frozen.py::test_a_grid_trains_from_stored_features",
     "reproduce": "cluster/test_reproduce.py::test_a_run_is_made_once_and_its_figures_are_in_the_table",
     "revision": "jobs/test_exit_status.py::test_the_revision_is_that_of_the_checkout",
     "submit": "cluster/test_submit.py::test_status_log_and_end_of_jobs_on_a_cluster",
-    "ray job submit": "cluster/test_train_lm_failures.py::test_a_killed_job_goes_on_through_ray_job_submit",
+    "ray job submit": "cluster/test_train_lm.py::test_a_job_and_a_worker_that_are_killed_cost_the_steps_since_the_checkpoint",
     "echo ": "test_readme.py::reader",
     "make run": "cluster/test_readme_text.py::test_what_make_run_runs",
     "make test": "test_readme.py::test_make_test_and_make_test_all_run_every_test",
@@ -94,3 +97,50 @@ def run_line(line: str, *options: str) -> None:
     except SystemExit as exit:
         status = exit.code
     assert status == 0, f"{line}: exit status {status}"
+
+
+TASK_FILES = dict(re.findall(r"```python\n# (\S+\.py)\n(.*?)```", PAGES["extend"], re.DOTALL))
+"""Path of every Python file of docs/extend.md, which is its first line as a comment → the text below that line."""
+
+
+def write_task(directory: Path) -> Path:
+    """Write the Python files of docs/extend.md into a directory, and return it."""
+    for name, text in TASK_FILES.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"# {name}\n{text}")
+    return directory
+
+
+def run_notebook(name: str, home: Path, options: Mapping[str, Sequence[str]]) -> str:
+    """Execute all cells of a notebook in a kernel of its own, and return what they printed and displayed as text, without
+    warnings and progress on standard error.
+
+    Args:
+        name: file in docs/.
+        home: directory of the README's reader, whose `.venv` becomes this environment.
+        options: maps the pattern of a line `jobs.JOB …` to what is added at its end; every command must match one.
+    """
+    import nbformat
+    from nbclient import NotebookClient
+
+    if not (home / ".venv").exists():
+        (home / ".venv").symlink_to(sys.prefix)
+    notebook = nbformat.read(ROOT / "docs" / name, as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type == "code" and PYTHON in cell.source:
+            (line,) = (line for line in cell.source.splitlines() if line.startswith(PYTHON))
+            (added,) = (more for pattern, more in options.items() if fnmatchcase(line.removeprefix(PYTHON), pattern))
+            cell.source = cell.source.replace(line, " ".join([line, *added]))
+    NotebookClient(notebook, timeout=900, kernel_name="python3", resources={"metadata": {"path": str(home)}}).execute()
+    outputs = [
+        output
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+        if output.get("name") != "stderr"
+    ]
+    return "".join(
+        output.text if output.output_type == "stream" else f"{output.get('data', {}).get('text/plain', '')}\n"
+        for output in outputs
+    )

@@ -1,20 +1,35 @@
-"""Start servers on loopback in processes of their own, for tests and benchmarks. This module imports nothing else."""
+"""Start servers on loopback, nodes of Ray and other processes, for tests and benchmarks.
+
+This module imports nothing of the project, so that what imports it starts quickly and sets no other library up.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+import psutil
+
+BIN = Path(sys.executable).parent
+
+RAY = [str(BIN / "ray")]
+"""The command `ray`."""
+
+RAY_OF_TESTS = [sys.executable, str(Path(__file__).with_name("ray_with_forks.py"))]
+"""What starts the nodes of tests, whose workers are forks; benchmarks start theirs by `RAY`."""
 
 _SECONDS_TO_START = 400  # MLflow took more than two minutes on a slow machine, beside other programs
-
-WITHOUT_BACKGROUND_JOBS = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-"""Environment of an MLflow server that does not start its eight processes for jobs of its own."""
 
 
 @contextmanager
@@ -31,6 +46,28 @@ def run_server(arguments: list[str], port: int, log: Path, environment: dict[str
     finally:
         process.kill()
         process.wait()
+
+
+def run_together(code: str, arguments: list[list[str]], environment: dict[str, str]) -> list[str]:
+    """Run a program that says "ready" several times at once, and return what each run prints after it may go on."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, *words],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for words in arguments
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    return [process.communicate()[0] for process in processes]
 
 
 def free_port() -> int:
@@ -52,3 +89,99 @@ def wait_for_ports(process: subprocess.Popen[bytes], *ports: int) -> None:
                 if client.connect_ex(("127.0.0.1", port)) == 0:
                     break
             time.sleep(0.2)
+
+
+class MlflowServer:
+    """Runs `mlflow server` on loopback, with the same store and the same port at every start."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.port = directory, free_port()
+        self.uri = f"http://127.0.0.1:{self.port}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the server, and return when its workers answer, which they do some time after its port is open."""
+        command = [
+            sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1",
+            "--backend-store-uri", f"sqlite:///{self.directory / 'mlflow.db'}",
+            "--artifacts-destination", str(self.directory / "artifacts"),
+        ]  # fmt: skip
+        # Without the eight processes for jobs of its own.
+        environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        with (self.directory / "server.log").open("ab") as log:
+            # The server has its own session, so that its workers get the signals too.
+            self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        wait_for_ports(self._process, self.port)
+        while not self._answers():
+            time.sleep(0.1)
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.uri}/health", timeout=5) as answer:
+                return answer.status == 200
+        except OSError:
+            return False
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the server and all its workers."""
+        if self._process is not None:
+            os.killpg(self._process.pid, number)
+
+    def kill(self) -> None:
+        """Kill the server and all its workers, and return when none of them can write any more."""
+        if self._process is not None:
+            workers = psutil.Process(self._process.pid).children(recursive=True)
+            self.signal(signal.SIGKILL)
+            self._process.wait()
+            psutil.wait_procs(workers, timeout=60)
+        self._process = None
+
+    def query(self, query: str, *values: str) -> list[Any]:
+        """Return rows of the store, read without the server, which may be down."""
+        with sqlite3.connect(f"file:{self.directory / 'mlflow.db'}?mode=ro", uri=True) as store:
+            return store.execute(query, values).fetchall()
+
+
+class Node:
+    """A Ray node on this machine with a session directory of its own.
+
+    Args:
+        options: options of `ray start` that say whether it is a head.
+        num_cpus: number of its logical CPUs.
+        environment: environment variables of its processes.
+        program: what starts a node, `RAY` or `RAY_OF_TESTS`.
+    """
+
+    def __init__(
+        self, *options: str, num_cpus: int, environment: Mapping[str, str], program: Sequence[str] = RAY
+    ) -> None:
+        command = [
+            *program, "start", *options, "--block", f"--num-cpus={num_cpus}", "--disable-usage-stats",
+            f"--temp-dir={tempfile.mkdtemp(prefix='ray-')}",
+        ]  # fmt: skip
+        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def processes(self, pattern: str = "") -> list[psutil.Process]:
+        """Return its processes whose command, or the name of whose program, begins with a text."""
+        found = []
+        with suppress(psutil.NoSuchProcess):
+            family = psutil.Process(self.process.pid)
+            for process in [*family.children(recursive=True), family]:
+                with suppress(psutil.NoSuchProcess):
+                    command = "".join(process.cmdline()[:1])
+                    if command.startswith(pattern) or Path(command).name.startswith(pattern):
+                        found.append(process)
+        return found
+
+    def kill(self, pattern: str = "") -> int:
+        """Send SIGKILL to its processes of a name (`processes`), and return their number; "": to all.
+
+        With all of them it is a machine that loses its power.
+        """
+        processes = self.processes(pattern)
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        if not pattern:
+            self.process.wait()
+        return len(processes)

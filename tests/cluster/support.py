@@ -1,30 +1,37 @@
-"""Provide what the cluster tests share beside fixtures: tiny data, tiny configurations, and ways to run commands."""
+"""Provide what the cluster tests share beside fixtures: tiny data and runs, ways to run and to kill, comparisons."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
+import pytest
 import zstandard
+from mlflow import MlflowClient
+from mlflow.entities import LoggedModel, Run
 
 from jobs.engine.command_line import parse_preset
 from jobs.engine.config import RunSection
+from jobs.engine.metrics import TrackedRun, metric_history
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.presets.language_models import PRESETS
+from pipelines.text.tokenization import train_bpe
 
 ROOT = Path(__file__).parents[2]
-BIN = Path(sys.executable).parent
 
 LANGUAGE_MODEL_OPTIONS = [
     "--run.num-steps=40", "--run.checkpoint-every=5", "--run.log-every=10", "--run.max-restarts=1",
@@ -37,17 +44,62 @@ LANGUAGE_MODEL_OPTIONS = [
 """Options that make `gpt2-scratch-small` 40 steps of a 2-layer GPT-2; the preset has two workers and ZeRO 2."""
 
 
-def readme_lines(pattern: str, paths: dict[str, str]) -> list[str]:
-    """Return the shell lines of the README that match a regular expression at their start.
+def write_jsonl_zst(path: Path, texts: list[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps({"text": text, "meta": {}}) + "\n" for text in texts)
+    path.write_bytes(zstandard.ZstdCompressor().compress(lines.encode()))
 
-    `paths` maps paths that the README shows to the paths of a test, which replace them before the match.
+
+def write_corpus(directory: Path) -> Path:
+    """Write a few hundred documents of a small language with structure to learn, and return the directory.
+
+    It holds `train/`, `validation/` and `tokenizer/`.
     """
-    readme = (ROOT / "README.md").read_text()
-    for shown, real in paths.items():
-        assert shown in readme
-        readme = readme.replace(shown, real)
-    blocks = re.findall(r"```bash\n(.*?)```", readme, re.DOTALL)
-    return [line for block in blocks for line in block.splitlines() if re.match(pattern, line)]
+    rng = np.random.default_rng(0)
+    words = ["".join(rng.choice(list("abcdefgh"), size=rng.integers(2, 7))) for _ in range(300)]
+    follows = rng.integers(0, 300, size=(300, 4))
+
+    def document() -> str:
+        word, sentence = int(rng.integers(300)), []
+        for _ in range(int(rng.integers(20, 120))):
+            sentence.append(words[word])
+            word = int(follows[word, rng.choice(4, p=[0.6, 0.25, 0.1, 0.05])])
+        return " ".join(sentence)
+
+    texts = [document() for _ in range(400)]
+    for shard in range(3):
+        write_jsonl_zst(directory / "train" / f"part-{shard}.jsonl.zst", texts[shard:360:3])
+    write_jsonl_zst(directory / "validation" / "part-0.jsonl.zst", texts[360:])
+    train_bpe(texts[:360], 512).save_pretrained(directory / "tokenizer")
+    return directory
+
+
+def tiny_run(data: Path, storage: Path, name: str, **fields: int) -> RunSection:
+    """Return the settings of a run whose prepared data are shared by all runs on the same data."""
+    return RunSection(name=name, storage=str(storage), prepared=str(data / "prepared"), **fields)
+
+
+def with_sections(config: Any, sections: dict[str, dict[str, Any]]) -> Any:
+    """Return a configuration with other values in some sections."""
+    return replace(
+        config, **{section: replace(getattr(config, section), **values) for section, values in sections.items()}
+    )
+
+
+def tiny_options(corpus: Path, storage: Path, name: str) -> list[str]:
+    """Return `gpt2-scratch-small` with `LANGUAGE_MODEL_OPTIONS` under another name, as it is typed."""
+    return [
+        "gpt2-scratch-small", *LANGUAGE_MODEL_OPTIONS, f"--run.name={name}", f"--run.storage={storage}",
+        f"--run.prepared={corpus / 'prepared'}", f"--data.train={corpus / 'train'}",
+        f"--data.validation={corpus / 'validation'}", f"--data.tokenizer={corpus / 'tokenizer'}",
+    ]  # fmt: skip
+
+
+def tiny_config(corpus: Path, storage: Path, name: str, **sections: dict[str, Any]) -> LanguageModelConfig:
+    """Return the configuration of `tiny_options`; `sections` maps the name of a section to the fields to override in it."""
+    config, _ = parse_preset(PRESETS, tiny_options(corpus, storage, name), job="train_lm", purpose="")
+    changed: LanguageModelConfig = with_sections(config, sections)
+    return changed
 
 
 def run_until(
@@ -83,6 +135,35 @@ def run_until(
         return process.returncode, said.read()
 
 
+@contextmanager
+def at_the_same_time(action: Callable[[], None]) -> Iterator[None]:
+    """Run an action in a thread beside the block; if it raises an exception, raise that when the block has ended."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            action()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+        for error in errors:
+            raise error
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 400) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.02)
+
+
 def training_worker_pids(cluster: dict[str, str]) -> list[int]:
     """Return the process IDs of Ray Train's workers under this test's own head, oldest first; others may run beside it.
 
@@ -96,40 +177,66 @@ def training_worker_pids(cluster: dict[str, str]) -> list[int]:
     return [pid for _, pid in sorted(found)]
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 400) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        time.sleep(0.02)
+def last_checkpoint(run: str | Path) -> int:
+    """Return the step of the last checkpoint that is noted in the directory of a run; 0 if there is none."""
+    record = Path(run) / "checkpoints.json"
+    names = re.findall(r"checkpoint-(\d{8})", record.read_text()) if record.exists() else []
+    return max(map(int, names), default=0)
 
 
-def write_jsonl_zst(path: Path, texts: list[str]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = "".join(json.dumps({"text": text, "meta": {}}) + "\n" for text in texts)
-    path.write_bytes(zstandard.ZstdCompressor().compress(lines.encode()))
-
-
-def tiny_run(data: Path, storage: Path, name: str, **fields: int) -> RunSection:
-    """Return the settings of a run whose prepared data are shared by all runs on the same data."""
-    return RunSection(name=name, storage=str(storage), prepared=str(data / "prepared"), **fields)
-
-
-def tiny_config(corpus: Path, storage: Path, name: str, **sections: dict[str, Any]) -> LanguageModelConfig:
-    """Return `gpt2-scratch-small` with `LANGUAGE_MODEL_OPTIONS` under another name.
-
-    `sections` maps the name of a section to the fields to override in it.
-    """
-    places = [f"--data.train={corpus / 'train'}", f"--data.validation={corpus / 'validation'}"]
-    words = ["gpt2-scratch-small", *LANGUAGE_MODEL_OPTIONS, *places, f"--data.tokenizer={corpus / 'tokenizer'}"]
-    config, _ = parse_preset(PRESETS, words, job="train_lm", purpose="")
-    run = replace(config.run, name=name, storage=str(storage), prepared=str(corpus / "prepared"))
-    config = replace(config, run=run)
-    return replace(
-        config, **{section: replace(getattr(config, section), **values) for section, values in sections.items()}
-    )
+def kill_a_worker(cluster: dict[str, str], run: Path, after: int = 0) -> int:
+    """Kill the youngest worker once a run has a checkpoint after a step, and return its process ID."""
+    wait_for(lambda: last_checkpoint(run) > after and bool(training_worker_pids(cluster)))
+    pid = training_worker_pids(cluster)[-1]
+    os.kill(pid, signal.SIGKILL)
+    return pid
 
 
 def outcome_of(home: Path, name: str) -> dict[str, Any]:
     """Return the outcome of a finished run in the directory of the README's reader."""
     return json.loads((home / "runs" / name / "outcome.json").read_text())
+
+
+def history(outcome: dict[str, Any], key: str) -> dict[int, float]:
+    """Return step → value of a metric of a run in MLflow."""
+    return metric_history(TrackedRun(uri=outcome["tracking_uri"], run_id=outcome["mlflow_run_id"]), key)
+
+
+def models_of(outcome: dict[str, Any]) -> dict[str, LoggedModel]:
+    """Return name → model for the models that MLflow shows under a run."""
+    client = MlflowClient(outcome["tracking_uri"])
+    experiment = client.get_run(outcome["mlflow_run_id"]).info.experiment_id
+    models = client.search_logged_models([experiment])
+    return {model.name: model for model in models if model.source_run_id == outcome["mlflow_run_id"]}
+
+
+def runs_of(uri: str, experiment: str) -> list[Run]:
+    """Return the runs of an experiment in MLflow."""
+    client = MlflowClient(uri)
+    found = client.get_experiment_by_name(experiment)
+    assert found is not None
+    return list(client.search_runs([found.experiment_id]))
+
+
+def sweep_runs(uri: str, experiment: str, name: str) -> tuple[Run, dict[str, Run]]:
+    """Return MLflow's run of a sweep, and name → run for those of its trials, which are finished as it is."""
+    runs = runs_of(uri, experiment)
+    (parent,) = (run for run in runs if run.info.run_name == name)
+    children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
+    assert {run.info.status for run in [parent, *children]} == {"FINISHED"}
+    by_name = {run.info.run_name: run for run in children}
+    assert len(by_name) == len(children)
+    return parent, by_name
+
+
+def assert_same_losses(outcome: dict[str, Any], reference: dict[str, Any], tolerance: float = 1e-6) -> None:
+    """Assert that every step, before and after the kill, has the batch and the loss of the uninterrupted run."""
+    losses, expected = history(outcome, "train/loss"), history(reference, "train/loss")
+    assert sorted(losses) == sorted(expected)
+    for step in expected:
+        assert losses[step] == pytest.approx(expected[step], abs=tolerance), step
+    assert outcome["batches_digest"] == reference["batches_digest"]
+    assert outcome["validation"]["cross_entropy_tau"] == pytest.approx(
+        reference["validation"]["cross_entropy_tau"], abs=tolerance
+    )
+    assert outcome["num_tokens"] == reference["num_tokens"]

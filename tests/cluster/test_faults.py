@@ -12,20 +12,17 @@ from pathlib import Path
 
 import pytest
 from fault_site import Site, run_site
-from fault_support import FAULTS, Reference, Schedule, draw, run_schedule
-from node_support import RAY_OF_TESTS
+from fault_support import FAULTS, Reference, Report, Schedule, draw, run_schedule
+from server_support import RAY_OF_TESTS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 NUM_STEPS, NUM_STEPS_LONG = 300, 600
 """Number of steps of the runs with one fault, and with three."""
 
-
 ELSEWHERE = {
-    "worker killed": "test_train_lm_failures.py",
-    "driver killed": "test_train_lm_failures.py",
-    "driver told to end": "test_survival.py",
-    "node lost": "test_elastic_run.py",
+    "worker killed": "test_train_lm.py",
+    "driver killed": "test_train_lm.py",
     "store fails": "test_object_store.py",
     "store slow": "test_object_store.py",
     "checkpoint damaged": "test_survival.py",
@@ -46,15 +43,20 @@ def reference(site: Site) -> Reference:
     return Reference.train(site, "undisturbed")
 
 
-def assert_survives(schedule: Schedule, site: Site, reference: Reference, name: str) -> None:
+def assert_survives(schedule: Schedule, site: Site, reference: Reference, name: str) -> Report:
     report = run_schedule(schedule, site, reference, name)
     assert report.is_good, (schedule, report)
+    return report
 
 
 @pytest.mark.parametrize("fault", sorted(FAULTS.keys() - ELSEWHERE.keys()))
 def test_a_run_comes_through_a_fault(site: Site, reference: Reference, fault: str) -> None:
     step = random.Random(fault).randrange(30, NUM_STEPS // 3, 10)
-    assert_survives([(step, fault)], site, reference, fault.replace(" ", "-"))
+    report = assert_survives([(step, fault)], site, reference, fault.replace(" ", "-"))
+    if fault == "node lost":
+        said = "\n".join(report.lines)
+        assert "the cluster has room for 1 of 2 workers: the run goes on with 1" in said
+        assert "the cluster has room for 2 workers: the run grows from 1, from step " in said
 
 
 def test_a_run_comes_through_a_schedule_of_three_faults(site: Site) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,9 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from readme_support import lines_like, run_line
-from sentence_support import NUM_STEPS, history, tiny_sentences
-from support import LANGUAGE_MODEL_OPTIONS, outcome_of, wait_for, write_jsonl_zst
+from support import at_the_same_time, history, wait_for, write_jsonl_zst
+from task_support import tiny_sentences
 
 from jobs.engine.failures import FatalTrainingError
 from jobs.engine.launch import train
@@ -36,7 +34,7 @@ from pipelines.text.prepare import PrepareConfig, prepare_text
 from pipelines.text.reading import Document, list_parts, read_documents
 from pipelines.text.tokenization import load_tokenizer
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 SEED, WINDOW, BATCH = 5, 40, 8
 
@@ -93,7 +91,6 @@ def same(first: Iterator[Batch], second: Iterator[Batch]) -> bool:
     )
 
 
-@pytest.mark.long
 def test_the_batches_are_those_of_data_that_were_prepared_ahead(
     cluster: dict[str, str], corpus: Path, source: Path, tmp_path: Path
 ) -> None:
@@ -114,7 +111,6 @@ def test_the_batches_are_those_of_data_that_were_prepared_ahead(
     assert complete.archives == ahead.archives
 
 
-@pytest.mark.long
 def test_preparing_runs_ahead_by_a_bounded_number_of_parts_and_goes_on_from_them(
     cluster: dict[str, str], corpus: Path, source: Path, tmp_path: Path
 ) -> None:
@@ -141,7 +137,6 @@ def test_preparing_runs_ahead_by_a_bounded_number_of_parts_and_goes_on_from_them
     assert all((Path(growing.directory) / f"{name}.json").stat().st_mtime_ns == times[name] for name in expected)
 
 
-@pytest.mark.long
 def test_too_many_lost_records_and_a_file_that_is_gone_end_the_reading(
     cluster: dict[str, str], corpus: Path, tmp_path: Path
 ) -> None:
@@ -156,18 +151,6 @@ def test_too_many_lost_records_and_a_file_that_is_gone_end_the_reading(
         list(stream(gone).batches(0, BATCH * 10))
     shutil.move(tmp_path / "away", tmp_path / "data" / "2.jsonl.zst")
     assert list(stream(gone).batches(0, BATCH * 10))  # a worker that is restarted reads on
-
-
-@pytest.mark.long
-def test_training_is_the_same(home: Path, reference: dict[str, Any], tmp_path: Path) -> None:
-    """The losses and the figures of the data equal those of the run whose text was prepared ahead."""
-    (line,) = lines_like("jobs.train_lm * --data.prepare streaming *")
-    run_line(line, *LANGUAGE_MODEL_OPTIONS, f"--run.prepared={tmp_path}", "--run.name=streaming")
-    streaming = outcome_of(home, "streaming")
-    for name, value in reference["validation"].items():
-        assert streaming["validation"][name] == pytest.approx(value, abs=1e-5), name
-    for name in ("num_tokens", "num_epochs", "num_blocks_train", "num_documents_lost"):
-        assert streaming[name] == reference[name]
 
 
 def sentences(
@@ -187,7 +170,6 @@ def sentences(
     )
 
 
-@pytest.mark.long
 def test_a_text_whose_documents_are_too_short_ends_the_reading(
     cluster: dict[str, str], corpus: Path, wordpiece: Path, source: Path, tmp_path: Path
 ) -> None:
@@ -201,7 +183,6 @@ def test_a_text_whose_documents_are_too_short_ends_the_reading(
         next(reading.batches(0, BATCH))
 
 
-@pytest.mark.long
 def test_a_sentence_encoder_that_was_stopped_trains_as_if_its_text_had_been_prepared_ahead(
     cluster: dict[str, str], corpus: Path, wordpiece: Path, tmp_path: Path
 ) -> None:
@@ -219,20 +200,15 @@ def test_a_sentence_encoder_that_was_stopped_trains_as_if_its_text_had_been_prep
         wait_for(lambda: any(storage.glob("prepared/data-*/part-*.json")))
         shutil.move(missing, tmp_path / "away")
 
-    thief = threading.Thread(target=take_away)
-    thief.start()
-    with pytest.raises(FatalTrainingError, match=missing.name):
+    with at_the_same_time(take_away), pytest.raises(FatalTrainingError, match=missing.name):
         train(make_plan(sentences(source, corpus, wordpiece, storage, prepare="streaming", num_workers=2)))
-    thief.join()
     shutil.move(tmp_path / "away", missing)
     assert not any(storage.glob("prepared/data-*/manifest.json"))
     outcome = train(make_plan(sentences(source, corpus, wordpiece, storage, prepare="streaming")))
-    assert 5 <= outcome["resumed_from_step"] < NUM_STEPS
+    assert 5 <= outcome["resumed_from_step"] < 40
     assert outcome["batches_digest"] == expected["batches_digest"]
     losses, of_ahead = history(outcome, "train/loss"), history(expected, "train/loss")
-    assert sorted(losses) == sorted(of_ahead) == list(range(1, NUM_STEPS + 1))
-    for step in of_ahead:
-        assert losses[step] == pytest.approx(of_ahead[step], abs=1e-4), step
+    assert losses == pytest.approx(of_ahead, abs=1e-4)
     for name in ("num_documents_train", "num_documents_too_short", "num_documents_lost", "num_epochs"):
         assert outcome[name] == expected[name]
     assert outcome["num_epochs"] > 1

@@ -16,9 +16,13 @@ pytestmark = pytest.mark.cluster
 
 SCRIPT = """
 import os
+import sys
+
+sys.path.insert(0, "tests/cluster")
 import psutil
 import ray
 from jobs.engine.cluster import start_ray
+from listening_support import family_of, listening
 
 start_ray()
 # With a runtime_env, for which Ray opens its directories to all users.
@@ -26,19 +30,6 @@ niceness = ray.remote(num_cpus=0, runtime_env={"env_vars": {"A": "1"}})(lambda: 
 print(os.nice(0), ray.get(niceness.remote()))
 print(ray._private.worker._global_node.get_session_dir_path())
 print(sum(os.getpgid(child.pid) == os.getpgrp() for child in psutil.Process().children(recursive=True)))
-"""
-
-LISTEN = """
-import os
-import sys
-
-sys.path.insert(0, "tests/cluster")
-import ray
-from jobs.engine.cluster import start_ray
-from listening_support import family_of, listening
-
-start_ray()
-ray.get(ray.remote(num_cpus=0)(lambda: None).remote())
 for _, name, address in listening(family_of(os.getpid())):
     print(name, address)
 """
@@ -56,16 +47,16 @@ def run(script: str, **variables: str) -> list[list[str]]:
 
 
 def test_it_is_private_has_its_own_group_and_the_priority_of_the_job() -> None:
-    (job, worker), (session,), (num_in_its_group,) = run(SCRIPT)
+    (job, worker), (session,), (num_in_its_group,), *listeners = run(SCRIPT)
     assert worker == job
     private, token = Path(session).parents[1], Path.home() / ".ray" / "auth_token"
     assert [stat.S_IMODE(path.stat().st_mode) for path in (private, token)] == [0o700, 0o600]
     assert num_in_its_group == "0"  # so that a signal to the whole group leaves Ray alone while the job saves
+    assert {"gcs_server", "raylet"} <= {name for name, _ in listeners}
+    assert [address for _, address in listeners if not is_loopback(address)] == []
 
 
+@pytest.mark.long
 def test_it_listens_on_loopback_unless_it_is_told_otherwise() -> None:
-    listening = run(LISTEN)
-    assert {"gcs_server", "raylet"} <= {name for name, _ in listening}
-    assert [line for line in listening if not is_loopback(line[1])] == []
-    told = run(LISTEN, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="1")
-    assert not all(is_loopback(address) for name, address in told if name in ("gcs_server", "raylet"))
+    listeners = run(SCRIPT, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="1")[3:]
+    assert not all(is_loopback(address) for name, address in listeners if name in ("gcs_server", "raylet"))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from mlflow_support import Server
+from server_support import MlflowServer
 
 from jobs.engine.metrics import MetricLogger, metric_history
 from jobs.engine.tracking import open_run
@@ -17,9 +17,9 @@ pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+def server(tmp_path: Path) -> Iterator[MlflowServer]:
     (tmp_path / "mlflow").mkdir()
-    server = Server(tmp_path / "mlflow")
+    server = MlflowServer(tmp_path / "mlflow")
     server.start()
     try:
         yield server
@@ -27,7 +27,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
         server.kill()
 
 
-def test_a_server_that_hangs_does_not_hold_the_end_of_a_run(server: Server) -> None:
+def test_a_server_that_hangs_does_not_hold_the_end_of_a_run(server: MlflowServer) -> None:
     run = open_run(
         uri=server.uri, experiment="tests", name="hangs", directory="/runs/hangs", parameters={}, tags={}, data_sets={}
     )
@@ -50,4 +50,4 @@ def test_a_server_that_hangs_does_not_hold_the_end_of_a_run(server: Server) -> N
     later.resend(unsent)
     assert later.close() == 0
     assert metric_history(run, "loss") == expected
-    assert len(server.metrics()) == len(expected)
+    assert server.query("SELECT COUNT(*) FROM metrics") == [(len(expected),)]

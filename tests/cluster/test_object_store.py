@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import importlib
 import io
-import json
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from language_model_support import assert_same_losses
 from PIL import Image
-from s3_support import ObjectStore, run_object_store
-from support import LANGUAGE_MODEL_OPTIONS, ROOT
+from s3_support import ObjectStore
+from support import LANGUAGE_MODEL_OPTIONS, assert_same_losses
 from text_archive_support import tar
 
 from pipelines.images.manifest import ImageManifest
 from pipelines.images.pairs import PairSource
 from pipelines.images.prepare import PrepareImagesConfig, prepare_images
 from pipelines.plan import StreamPlan
-from pipelines.storage import read_bytes, read_json
+from pipelines.storage import read_bytes, read_json, write_bytes
 from pipelines.stream import RankStream
 from pipelines.text.tokenization import train_bpe
 
@@ -34,13 +29,15 @@ pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[ObjectStore]:
-    with run_object_store(tmp_path / "log") as store:
-        yield store
+def store(s3_server: ObjectStore) -> Iterator[ObjectStore]:
+    """Return the server, which all processes of the shared Ray can use, and which does what it should after the test."""
+    s3_server.behave()
+    yield s3_server
+    s3_server.behave()
 
 
 def test_images_of_a_stream_are_read_once_in_large_ranges(
-    cluster: dict[str, str], store: ObjectStore, tmp_path: Path
+    cluster: dict[str, str], store: ObjectStore, bucket: str, tmp_path: Path
 ) -> None:
     """Tars have 9 MB and more, so that each has at least a block, and images that do not compress."""
     (tmp_path / "data").mkdir()
@@ -56,10 +53,8 @@ def test_images_of_a_stream_are_read_once_in_large_ranges(
             ]
         (tmp_path / "data" / f"{number:05d}.tar").write_bytes(tar(members))
     num_bytes = sum(file.stat().st_size for file in (tmp_path / "data").iterdir())
-    store.upload(tmp_path / "data", "bucket/data")
-    # The workers of the shared Ray were started without the address of the server, so the URI has it.
-    endpoint = store.endpoint.removeprefix("http://")
-    uri = f"s3://testing:testing@bucket/data?scheme=http&region=us-east-1&endpoint_override={endpoint}"
+    store.upload(tmp_path / "data", f"{bucket}/data")
+    uri = f"s3://{bucket}/data"
     store.behave(latency=0.03)
     local = prepare_images(PrepareImagesConfig(source=str(tmp_path / "data")), str(tmp_path / "local"))
     remote = prepare_images(PrepareImagesConfig(source=uri), str(tmp_path / "remote"))
@@ -86,7 +81,7 @@ def test_images_of_a_stream_are_read_once_in_large_ranges(
     line = {"latency": 0.03, "bytes_per_second": 100e6, "share_failing": 0.3, "seed": 1}
     store.behave(**line, gone="00001.tar")
     found: list[list[int]] = []
-    with pytest.raises(Exception, match=r"s3://bucket/data/00001\.tar: there is no such object"):
+    with pytest.raises(Exception, match=rf"{uri}/00001\.tar: there is no such object"):
         found.extend(batches(remote, 0))
     assert len(found) < len(references[0])
     all_counts = [store.counts()]
@@ -100,117 +95,64 @@ def test_images_of_a_stream_are_read_once_in_large_ranges(
     assert sum(count.num_bytes for count in all_counts) >= 8e6 * sum(count.num_gets for count in all_counts)
 
 
+@pytest.fixture
+def place(
+    cluster: dict[str, str], store: ObjectStore, bucket: str, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """Return the URI of a bucket that holds the corpus."""
+    monkeypatch.setenv("TEMPNET_MODELS", cluster["TEMPNET_MODELS"])  # The driver and the workers share their copies.
+    store.upload(corpus, f"{bucket}/text")
+    return f"s3://{bucket}"
+
+
+def run(place: str, command: str, *options: str) -> None:
+    job, *words = command.replace("AT/", f"{place}/").split()
+    assert importlib.import_module(f"jobs.{job}").main([*words, *options]) == 0, command
+
+
 TINY = [
     *LANGUAGE_MODEL_OPTIONS, "--run.num-steps=6", "--run.checkpoint-every=6", "--run.log-every=3",
-    "--validation.every=6", "--validation.num-blocks=8", "--validation.num-oracle-tokens=64",
-    "--workers.num-workers=1", "--workers.zero-stage=0", "--tracking.no-enabled",
+    "--validation.every=6", "--validation.num-blocks=8", "--validation.num-oracle-tokens=64", "--workers.zero-stage=0",
+    "--tracking.no-enabled",
 ]  # fmt: skip
+DATA = "--data.train AT/text/train --data.validation AT/text/validation --run.storage AT/runs --workers.num-workers 1"
 
 
-def commands(home: str, base: str, export: str) -> list[list[str]]:
-    """Return the commands that start from a trained base model, with all their paths below `home`."""
-    data = [f"--data.train={home}/text/train", f"--data.validation={home}/text/validation"]
+def test_a_chain_of_jobs_reads_and_writes_in_a_store(place: str) -> None:
+    """Each job starts from what the one before has written; that a copy is the model is tested in tests/jobs."""
     frozen = [option for option in TINY if not option.startswith(("--model.", "--temperature.target"))]
-    return [
-        ["train_lm", "frozen-small", *frozen, *data, "--temperature.rho=2", f"--model.path={base}",
-         f"--run.storage={home}/runs"],
-        ["evaluate_lm", "--models", export, "--temperatures", "one", "tempnet", "--wikitext", f"{home}/words.txt",
-         "--storage", f"{home}/runs", "--tracking.no-enabled"],
-        ["predict_temperatures", "--model", export, "--text", f"{home}/text/validation", "--output", f"{home}/tau"],
-        ["calibrate", "rho", "--model", base, "--text", f"{home}/text/train", "--tau", "0.2", "--num-tokens", "256",
-         "--context-length", "32", "--storage", f"{home}/runs", "--output", f"{home}/calibration"],
-    ]  # fmt: skip
+    write_bytes(f"{place}/words.txt", b"abc def\ngh ab\n")
+    run(place, f"train_lm gpt2-scratch-small --data.tokenizer AT/text/tokenizer {DATA}", *TINY)
+    base, export = "AT/runs/gpt2-scratch-small/export", "AT/runs/frozen-small/export"
+    run(place, f"train_lm frozen-small --temperature.rho 2 --model.path {base} {DATA}", *frozen)
+    run(place, f"evaluate_lm --models {export} --temperatures one tempnet --wikitext AT/words.txt --storage AT/runs "
+               "--tracking.no-enabled")  # fmt: skip
+    run(place, f"predict_temperatures --model {export} --text AT/text/validation --output AT/tau")
+    run(place, f"calibrate rho --model {base} --text AT/text/train --tau 0.2 --num-tokens 256 --context-length 32 "
+               "--storage AT/runs --output AT/calibration")  # fmt: skip
+    assert read_json(f"{place}/runs/frozen-small/outcome.json")["validation"]["tau_mean"] > 0
+    columns = read_json(f"{place}/runs/evaluation/results.json")["columns"]
+    assert [column["temperature"] for column in columns] == ["one", "tempnet"]
+    assert pq.read_table(io.BytesIO(read_bytes(f"{place}/tau/part-00000-00000.parquet"))).num_rows == 40
+    assert 0 < read_json(f"{place}/calibration/calibration.json")["rho"] < 6.3
+    assert len(read_bytes(f"{place}/calibration/curve.png")) > 5000
 
 
-def run(command: list[str]) -> None:
-    job, *arguments = command
-    assert importlib.import_module(f"jobs.{job}").main(arguments) == 0, command
-
-
-def test_a_chain_of_jobs_in_a_store_does_what_it_does_on_local_files(
-    cluster: dict[str, str], s3_server: ObjectStore, bucket: str, corpus: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setenv("TEMPNET_MODELS", cluster["TEMPNET_MODELS"])  # The driver and the workers share their copies.
-    there, here = f"s3://{bucket}", str(tmp_path / "here")
-    (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "text").symlink_to(corpus)
-    (tmp_path / "here" / "words.txt").write_text("abc def\ngh ab\n")
-    s3_server.upload(corpus, f"{bucket}/text")
-    s3_server.upload(tmp_path / "here" / "words.txt", f"{bucket}/words.txt")
-    base, export = f"{there}/runs/gpt2-scratch-small/export", f"{there}/runs/frozen-small/export"
-    run([
-        "train_lm", "gpt2-scratch-small", *TINY, f"--data.train={there}/text/train",
-        f"--data.validation={there}/text/validation", f"--data.tokenizer={there}/text/tokenizer",
-        f"--run.storage={there}/runs",
-    ])  # fmt: skip
-    for command in commands(there, base, export):
-        run(command)
-    for uri, name in ((base, "base"), (export, "export")):
-        s3_server.download(uri.removeprefix("s3://"), tmp_path / "here" / name)
-    for command in commands(here, f"{here}/base", f"{here}/export"):
-        run(command)
-
-    def both(read: Callable[[str], Any]) -> Any:
-        """Return what lies in the store, which must equal what lies in the local directory."""
-        found = [read(home) for home in (there, here)]
-        assert found[0] == found[1]
-        return found[0]
-
-    def scores(home: str) -> Any:
-        outcome = json.loads(read_bytes(f"{home}/runs/frozen-small/outcome.json"))
-        return outcome["validation"], outcome["rivals"]
-
-    def figures(home: str) -> Any:
-        columns = json.loads(read_bytes(f"{home}/runs/evaluation/results.json"))["columns"]
-        return {column["temperature"]: column["metrics"] for column in columns}
-
-    def table(home: str) -> Any:
-        return pq.read_table(io.BytesIO(read_bytes(f"{home}/tau/part-00000-00000.parquet"))).to_pylist()
-
-    assert both(scores)[0]["tau_mean"] > 0
-    assert both(figures).keys() == {"one", "tempnet"}
-    assert len(both(table)) == 40
-    assert 0 < both(lambda home: json.loads(read_bytes(f"{home}/calibration/calibration.json")))["rho"] < 6.3
-    assert len(read_bytes(f"{there}/calibration/curve.png")) > 5000
-
-
-def train_alone(name: str, home: Path, places: dict[str, str], environment: dict[str, str]) -> str:
-    """Train `gpt2-scratch-small` with a Ray of its own, and return what it printed."""
-    options = [
-        *LANGUAGE_MODEL_OPTIONS, "--workers.num-workers=1", "--workers.zero-stage=0", f"--run.name={name}",
-        f"--run.storage={home}", f"--tracking.uri=sqlite:///{home}/mlflow.db",
-        *(f"--{field}={place}" for field, place in places.items()),
-    ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "jobs.train_lm", "gpt2-scratch-small", *options],
-        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    return done.stdout
-
-
-def test_a_store_that_fails_costs_time_and_is_counted(store: ObjectStore, corpus: Path, tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    local = {"data.train": f"{corpus}/train", "data.validation": f"{corpus}/validation"}
-    tokenizer = {"data.tokenizer": f"{corpus}/tokenizer"}
-    train_alone("local", tmp_path, {**local, **tokenizer, "run.prepared": f"{tmp_path}/prepared"}, environment)
-    with run_object_store(tmp_path / "log") as store:
-        store.upload(corpus, "bucket/corpus")
-        # The client repeats a request several times itself, of which nothing is known; the requests that are counted are
-        # those that follow. So many requests for data fail that some of them are needed.
-        store.behave(share_failing=0.9, seed=1)
-        environment |= store.environment | {"TEMPNET_CACHE": str(tmp_path / "cache")}
-        places = {"data.train": "s3://bucket/corpus/train", "data.validation": "s3://bucket/corpus/validation"}
-        said = train_alone(
-            "store", tmp_path, {**places, **tokenizer, "run.prepared": "s3://bucket/prepared"}, environment
-        )
-        num_failed = store.counts().num_failed
-    outcome, reference = (read_json(f"{tmp_path}/{name}/outcome.json") for name in ("store", "local"))
-    assert_same_losses(outcome, reference)
+def test_a_store_that_fails_costs_time_and_is_counted(
+    place: str, store: ObjectStore, reference: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The client repeats a request several times itself, of which nothing is known; the requests that are counted are those
+    # that follow. So many requests for data fail that some of them are needed.
+    store.behave(share_failing=0.9, seed=1)
+    command = f"train_lm gpt2-scratch-small --data.tokenizer AT/text/tokenizer {DATA} --run.prepared AT/prepared"
+    local = [f"--run.storage={tmp_path}", f"--tracking.uri=sqlite:///{tmp_path}/mlflow.db"]
+    run(place, command, *LANGUAGE_MODEL_OPTIONS, *local)
+    num_failed = store.counts().num_failed
+    outcome = read_json(f"{tmp_path}/gpt2-scratch-small/outcome.json")
+    assert_same_losses(outcome, reference, tolerance=1e-5)
     assert num_failed > 0
     assert 0 < outcome["store_retries"] <= num_failed
     assert not reference["store_retries"]
-    assert "requests to an object store failed and were repeated: " in said
-    summary = (tmp_path / "store" / "report" / "summary.txt").read_text()
+    assert "requests to an object store failed and were repeated: " in capsys.readouterr().out
+    summary = (tmp_path / "gpt2-scratch-small" / "report" / "summary.txt").read_text()
     assert re.search(rf"repeated requests to object stores +{outcome['store_retries']}\n", summary)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from notebook_support import run_notebook
-from readme_support import lines_like, recipe, run_line
+from readme_support import lines_like, recipe, run_line, run_notebook
 from safetensors.torch import load_file
 from support import outcome_of
 

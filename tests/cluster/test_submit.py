@@ -1,56 +1,90 @@
-"""Test that `jobs.submit` follows a job on a real cluster to its end, stops it, and submits a lost one again."""
+"""Test that `jobs.submit` follows a job on a real cluster to its end, stops it, and submits a lost one again.
+
+What `ray job submit` starts keeps the password of its MLflow server; test_train_lm.py trains by it.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from node_support import BIN, Node
 from ray.job_submission import JobSubmissionClient
-from readme_support import lines_like
-from server_support import free_port, wait_for_ports
-from submit_support import submit, write_probe
-from support import LANGUAGE_MODEL_OPTIONS, ROOT, wait_for
+from server_support import BIN, MlflowServer, Node, free_port, wait_for_ports
+from support import ROOT, runs_of, wait_for
 
 from jobs.engine.cluster import ensure_token
 from jobs.engine.revision import checkout_revision
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
+
+PROBE = '''"""Do what the arguments say, as a job on a cluster would."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from jobs.engine.command_line import run_job
 
 
-def submit_line_of_the_readme(head: dict[str, str], corpus: Path, runs: Path) -> subprocess.Popen[str]:
-    """Start the README's submission of a training with the tests' data; the job only describes what it would do."""
-    (line,) = lines_like("jobs.submit ray *")
-    places = {
-        "http://head:8265": head["DASHBOARD"],
-        "s3://bucket/openwebtext2/train": str(corpus / "train"),
-        "s3://bucket/openwebtext2/validation": str(corpus / "validation"),
-        "s3://bucket/runs": str(runs),
-        "http://mlflow:5000": f"sqlite:///{runs}/mlflow.db",
-    }
-    words = [places.get(word, word) for word in shlex.split(line.removeprefix(".venv/bin/python"))]
-    environment = {name: value for name, value in head.items() if name != "RAY_ADDRESS"}
+def main(arguments):
+    place, deed = Path(arguments[0]), arguments[1]
+    number = len(list(place.glob("start-*")))
+    print(f"start {number} of {deed}, revision {os.environ.get('TEMPNET_REVISION')}", flush=True)
+    (place / f"start-{number}").touch()
+    if deed == "fail":
+        return 3
+    if deed == "wait":
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            time.sleep(300)
+        except KeyboardInterrupt:
+            print("interrupted by the cluster", flush=True)
+            (place / "interrupted").touch()
+            raise
+    if deed == "die" and number == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if deed == "outlive" and number == 0:
+        time.sleep(300)
+    print("done", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    run_job(main)
+'''
+
+
+def write_probe(directory: Path) -> Path:
+    """Write the package `probe` into a new directory and return that."""
+    (directory / "probe").mkdir(parents=True)
+    (directory / "probe" / "__init__.py").touch()
+    (directory / "probe" / "job.py").write_text(PROBE)
+    return directory
+
+
+def submit(head: dict[str, str], directory: Path, place: Path, deed: str, *options: str) -> subprocess.Popen[str]:
+    """Start `jobs.submit ray` for the probe; its job works in `place`."""
+    place.mkdir(exist_ok=True)
+    environment = {name: value for name, value in head.items() if name not in ("RAY_ADDRESS", "DASHBOARD", "HEAD_PID")}
     return subprocess.Popen(
-        [sys.executable, *words, *LANGUAGE_MODEL_OPTIONS, f"--data.tokenizer={corpus}/tokenizer", "--workers.no-use-gpu",
-         "--dry-run"],
+        [sys.executable, "-m", "jobs.submit", "ray", "--address", head["DASHBOARD"], "--working-dir", str(directory),
+         *options, "--", "probe.job", str(place), deed],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
 
-@pytest.mark.long
-def test_status_log_and_end_of_jobs_on_a_cluster(
-    ray_head: dict[str, str], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_log_and_end_of_jobs_on_a_cluster(ray_head: dict[str, str], tmp_path: Path) -> None:
     """The submissions run at the same time, because most of their time is spent on starting processes."""
     directory = write_probe(tmp_path / "code")
     revision = checkout_revision() or "None"
     stopped = submit(ray_head, directory, tmp_path / "stopped", "wait", "--name", "stopped")
-    shown = submit_line_of_the_readme(ray_head, corpus, tmp_path / "runs")
     failing = submit(ray_head, directory, tmp_path / "failing", "fail", "--name", "failing")
     dying = submit(ray_head, directory, tmp_path / "dying", "die", "--name", "dying")
 
@@ -73,22 +107,14 @@ def test_status_log_and_end_of_jobs_on_a_cluster(
     assert "interrupted by the cluster" in said
     assert (tmp_path / "stopped" / "interrupted").exists()
 
-    said, told = shown.communicate(timeout=400)
-    assert shown.returncode == 0, said + told
-    assert "job gpt2-scratch is submitted" in told
-    assert str(tmp_path / "runs") in said
-
-    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", ray_head["DASHBOARD"])
     client = JobSubmissionClient(ray_head["DASHBOARD"])
     jobs = {job.submission_id: job for job in client.list_jobs()}
     assert {"stopped", "failing", "dying", "dying-2"} <= jobs.keys()
     assert jobs["failing"].metadata is not None
     assert jobs["failing"].metadata["revision"] == (checkout_revision() or "unknown")
     assert str(jobs["stopped"].status) == "STOPPED"
-    assert os.environ["RAY_AUTH_MODE"] == "token"
 
 
-@pytest.mark.long
 def test_a_job_whose_head_is_lost_is_submitted_again_when_there_is_a_head(tmp_path: Path) -> None:
     """The head and all that runs on it lose their power; some time later there is a head at the same address again."""
     directory, place, port = write_probe(tmp_path / "code"), tmp_path / "place", free_port()
@@ -121,3 +147,44 @@ def test_a_job_whose_head_is_lost_is_submitted_again_when_there_is_a_head(tmp_pa
     assert "the cluster does not know the job" in told
     # The head may be lost before it has sent what the first job printed.
     assert (said.count("start 1 of outlive"), said.count("done")) == (1, 1)
+
+
+def test_a_sweep_finds_its_storage_knows_its_revision_and_keeps_the_password(
+    ray_head: dict[str, str], corpus: Path, tmp_path: Path
+) -> None:
+    secret, revision = "hunter2", "0123456789abcdef0123456789abcdef01234567"
+    runs = tmp_path / "runs"
+    (tmp_path / "server").mkdir()
+    server = MlflowServer(tmp_path / "server")  # accepts everyone
+    server.start()
+    host = server.uri.removeprefix("http://")
+    variables = {"TEMPNET_HOME": str(runs), "MLFLOW_TRACKING_URI": f"http://me:{secret}@{host}"}
+    try:
+        done = subprocess.run(
+            [str(BIN / "ray"), "job", "submit", "--address", ray_head["DASHBOARD"], "--working-dir", ".",
+             "--runtime-env-json", json.dumps({"env_vars": variables}), "--",
+             "env", f"TEMPNET_REVISION={revision}-dirty", "python", "-m", "jobs.sweep", "gpt2-rho-lr-small",
+             "--base.run.name=rho", "--base.run.num-steps=4", "--base.run.max-restarts=0",
+             f"--base.data.train={corpus}/train", f"--base.data.validation={corpus}/validation",
+             f"--base.data.tokenizer={corpus}/tokenizer", "--base.data.context-length=64", "--base.model.hidden-size=64",
+             "--base.validation.every=4", "--base.validation.num-oracle-tokens=512", "--base.optimizer.batch-size=8",
+             "--base.workers.num-workers=1", "--sweep.axes", "temperature.rho=0.5,1"],
+            cwd=ROOT, env={name: value for name, value in ray_head.items() if name != "RAY_ADDRESS"}, capture_output=True,
+            text=True, timeout=600,
+        )  # fmt: skip
+        said = done.stdout + done.stderr
+        assert done.returncode == 0, said
+        found = runs_of(server.uri, "language-models")
+    finally:
+        server.kill()
+    assert f"http://***@{host}" in said
+    assert len(found) == 3
+    for run in found:
+        assert run.info.status == "FINISHED"
+        assert (run.data.tags["git.revision"], run.data.tags["git.dirty"]) == (revision, "true")
+        assert run.data.tags["ray_job_id"].startswith("raysubmit_")
+        assert run.data.params.get("tracking.uri", run.data.params.get("base.tracking.uri")) == f"http://***@{host}"
+    assert (runs / "rho" / "results.json").is_file()
+    assert secret not in said
+    for file in [*runs.rglob("*"), *(tmp_path / "server").rglob("*")]:
+        assert not file.is_file() or secret.encode() not in file.read_bytes(), file

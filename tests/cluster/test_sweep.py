@@ -1,4 +1,4 @@
-"""Test sweeps on a real Ray: a band search, a scheduler, failing trials, and a sweep that is killed and continued."""
+"""Test sweeps on a real Ray: searches, schedulers of Tune, a population, and a sweep that is interrupted and goes on."""
 
 from __future__ import annotations
 
@@ -8,21 +8,16 @@ import re
 import shlex
 import shutil
 import signal
-import sqlite3
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 import ray
-from killing import last_checkpoint
 from mlflow import MlflowClient
-from mlflow.entities import Run
 from ray import cloudpickle
-from support import ROOT, readme_lines, run_until, wait_for
-from sweep_support import TINY
+from readme_support import lines_like, run_line
+from support import LANGUAGE_MODEL_OPTIONS, ROOT, last_checkpoint, run_until, runs_of, sweep_runs, wait_for
 
 from jobs.engine.command_line import parse_preset
 from jobs.engine.identity import with_fields
@@ -33,51 +28,99 @@ from jobs.studies.sweeps.trainable import make_trainable
 
 pytestmark = pytest.mark.cluster
 
+RATE = "optimizer.learning_rate_base"
+BAND = ["--sweep.band", "0.6", "1.6"]
 
-@pytest.mark.long
-@pytest.mark.parametrize("by", [signal.SIGINT])
-def test_ctrl_c_ends_the_trials_too(cluster: dict[str, str], corpus: Path, tmp_path: Path, by: signal.Signals) -> None:
-    words = [*(word.replace("DIR", str(corpus)) for word in TINY), f"--base.run.storage={tmp_path}"]
-    arguments = ["gpt2-rho-lr-small", "--sweep.search", "band", *words]
 
-    def runs() -> list[str]:
-        """Returns the status of the sweep's run and, once it has begun, of the first trial's.
+def tiny_words(corpus: str | Path, storage: Path, num_steps: int, validate_every: int) -> list[str]:
+    """Return the arguments of a sweep of tiny language models, without axes."""
+    return [
+        "gpt2-rho-lr-small", "--base.run.name=rho", "--base.run.max-restarts=0", f"--base.data.train={corpus}/train",
+        f"--base.data.validation={corpus}/validation", f"--base.data.tokenizer={corpus}/tokenizer",
+        "--base.data.context-length=64", "--base.model.hidden-size=64", "--base.model.num-layers=2",
+        "--base.model.num-heads=4", "--base.workers.num-workers=1", "--base.workers.zero-stage=0",
+        "--base.workers.num-threads=1", "--base.validation.num-oracle-tokens=512", "--base.temperature.hidden-size=32",
+        "--base.temperature.num-prototypes=16", "--base.temperature.rho=1", "--base.optimizer.batch-size=8",
+        "--base.run.checkpoint-every=100", f"--base.run.storage={storage}", f"--base.run.num-steps={num_steps}",
+        f"--base.validation.every={validate_every}",
+    ]  # fmt: skip
 
-        The database is read directly, because MLflow would create its tables.
-        """
-        try:
-            with sqlite3.connect(f"file:{tmp_path / 'mlflow.db'}?mode=ro", uri=True) as database:
-                return [status for (status,) in database.execute("SELECT status FROM runs")]
-        except sqlite3.OperationalError:
-            return []
 
-    status, said = run_until(lambda: len(runs()) == 2, "jobs.sweep", arguments, cluster, by=by)
-    assert status == 130, said
-    assert f"the same command goes on from what is in {tmp_path / 'rho'}" in said
-    assert runs() == ["KILLED", "KILLED"]
+def configure(words: list[str]) -> Any:
+    return parse_preset(PRESETS, words, job="sweep", purpose="")[0]
+
+
+def wait_for_free_cpus() -> None:
+    """Wait until no trial holds a CPU, as trials that were ended early must not."""
     wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
 
 
-def check_best_run(parent: Run, rows: Sequence[Row]) -> None:
-    """Check that the sweep's run in MLflow has its best loss, mean τ, ρ, rate and trial."""
-    best = min((row for row in rows if row.is_in_band), key=lambda row: row.loss)
-    assert parent.data.tags["best_run"] == best.name
-    assert {name: value for name, value in parent.data.metrics.items() if name.startswith("best_")} == {
-        "best_cross_entropy_tau": best.loss, "best_tau_mean": best.tau_mean, "best_rho": best.point["temperature.rho"],
-        "best_learning_rate_base": best.point["optimizer.learning_rate_base"],
+def test_sweeping_some_values(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [option.replace("--", "--base.", 1) for option in LANGUAGE_MODEL_OPTIONS]
+    short = ["--base.run.num-steps=4", "--base.validation.every=4", "--base.temperature.target-entropy=None"]
+    kept = [option for option in options if not option.startswith(tuple(one.partition("=")[0] for one in short))]
+    run_line(
+        *lines_like("jobs.sweep * --sweep.axes temperature.rho=2,2.5,3"),
+        *kept,
+        *short,
+        "--sweep.axes",
+        "temperature.rho=2,3",
+    )
+    rows = json.loads((home / "runs" / "gpt2-rho-lr-small" / "results.json").read_text())["rows"]
+    assert [row["point"] for row in rows] == [{"temperature.rho": rho} for rho in (2.0, 3.0)]
+    assert all(row["num_steps"] == 4 for row in rows)
+    assert len(re.findall(r"mean τ \d", capsys.readouterr().out)) >= 2
+
+
+@pytest.mark.long
+def test_ctrl_c_ends_the_trials_too_and_the_sweep_goes_on(
+    cluster: dict[str, str], corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What SIGKILL does is tested with a grid in test_frozen.py."""
+    words = [
+        *tiny_words(corpus, tmp_path, 40, 100), "--base.run.checkpoint-every=4", "--base.run.max-restarts=1",
+        "--sweep.num-concurrent=1", "--sweep.axes", f"{RATE}=1e-3,2e-3,3e-3",
+    ]  # fmt: skip
+    first, second, third = (tmp_path / "rho" / f"learning_rate_base{rate}" for rate in ("0.001", "0.002", "0.003"))
+    status, said = run_until(lambda: last_checkpoint(second) >= 4, "jobs.sweep", words, cluster, by=signal.SIGINT)
+    assert status == 130, said
+    assert f"the same command goes on from what is in {tmp_path / 'rho'}" in said
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    assert {run.info.run_name: run.info.status for run in runs_of(uri, "language-models")} == {
+        "rho": "KILLED", first.name: "FINISHED", second.name: "KILLED"
     }  # fmt: skip
+    wait_for_free_cpus()
+    assert not (tmp_path / "rho" / "results.json").exists()
+    before = (first / "outcome.json").stat().st_mtime_ns
+
+    results = run_sweep(make_sweep(configure(words)))
+    assert "trials finished before: 1" in capsys.readouterr().out
+    assert not results.failed
+    assert (first / "outcome.json").stat().st_mtime_ns == before
+    outcomes = [json.loads((trial / "outcome.json").read_text()) for trial in (first, second, third)]
+    assert [outcome["num_steps"] for outcome in outcomes] == [40, 40, 40]
+    assert outcomes[1]["resumed_from_step"] >= 4
+    assert outcomes[2]["resumed_from_step"] == 0
+    written = json.loads((tmp_path / "rho" / "results.json").read_text())
+    assert written["failed"] == {}
+    assert {row["name"]: row["tau_mean"] for row in written["rows"]} == {
+        outcome["run"]: outcome["validation"]["tau_mean"] for outcome in outcomes
+    }
+    assert sweep_runs(uri, "language-models", "rho")[1].keys() == {trial.name for trial in (first, second, third)}
 
 
 @pytest.mark.long
 def test_a_band_search_is_watched_reported_and_found_again(
     cluster: dict[str, str], corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    paths = {".venv/bin/python": sys.executable}
-    (line,) = readme_lines(rf"{re.escape(sys.executable)} -m jobs\.sweep gpt2\S+ --sweep.search band", paths)
+    (line,) = lines_like("jobs.sweep gpt2* --sweep.search band")
     # Relative paths refer to the directory in which the job is started, whatever directory its trials run in.
-    words = [*(word.replace("DIR", os.path.relpath(corpus)) for word in TINY), f"--base.run.storage={tmp_path}"]
-    words += ["--base.run.num-steps=40", "--base.validation.every=4"]
-    config, _ = parse_preset(PRESETS, [*shlex.split(line)[3:], *words], job="sweep", purpose="")
+    words = [
+        *shlex.split(line)[3:], *tiny_words(os.path.relpath(corpus), tmp_path, 40, 4)[1:], *BAND,
+        # In so few steps the mean temperature stays near its initial value. The last learning rate is far too high.
+        "--sweep.axes", "temperature.rho=0.5,2.5", f"{RATE}=1e-3,3e-3,0.5",
+    ]  # fmt: skip
+    config = configure(words)
     results = run_sweep(make_sweep(config))
     assert not results.failed
     shown = capsys.readouterr().out
@@ -97,7 +140,7 @@ def test_a_band_search_is_watched_reported_and_found_again(
     assert finer.point["optimizer.learning_rate_base"] == 3e-3
     assert finer.point["temperature.rho"] != 1.5
     # A trial that was ended early has released its worker.
-    wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
+    wait_for_free_cpus()
     # The data are prepared once, beside the sweep.
     assert len(list((tmp_path / "prepared").iterdir())) == 2
     assert not list((tmp_path / "rho").glob("*/prepared"))
@@ -113,46 +156,41 @@ def test_a_band_search_is_watched_reported_and_found_again(
     assert set(table.columns) >= {"loss", "cross_entropy_tau", "tau_mean", "step", "checkpoint_path"}
     assert re.search(r"Chosen: <b>rho\S+-learning_rate_base0\.003</b>", (tmp_path / "rho" / "report.html").read_text())
 
-    client = MlflowClient(results.tracking_uri)
-    experiment = client.get_experiment_by_name("language-models")
-    assert experiment is not None
-    runs = client.search_runs([experiment.experiment_id])
-    (parent,) = (run for run in runs if "mlflow.parentRunId" not in run.data.tags)
-    assert sorted(run.info.run_name for run in runs if run is not parent) == sorted(row.name for row in results.rows)
-    for run in runs:
+    parent, children = sweep_runs(results.tracking_uri, "language-models", "rho")
+    assert children.keys() == {row.name for row in results.rows}
+    for run in (parent, *children.values()):
         assert (run.data.tags["preset"], run.data.tags["paper.table"]) == ("gpt2-rho-lr-small", "TempNet, §6.1")
         assert run.data.tags["ray_job_id"] == ray.get_runtime_context().get_job_id()
+    assert children[worse.name].data.tags["stopped"] == worse.stopped
     assert "| trial" in parent.data.tags["mlflow.note.content"]
-    check_best_run(parent, results.rows)
-    assert {file.path for file in client.list_artifacts(parent.info.run_id)} == {
-        "results.md", "results.json", "report.html", "trials.parquet",
+    best = min((row for row in results.rows if row.is_in_band), key=lambda row: row.loss)
+    assert parent.data.tags["best_run"] == best.name
+    assert {name: value for name, value in parent.data.metrics.items() if name.startswith("best_")} == {
+        "best_cross_entropy_tau": best.loss, "best_tau_mean": best.tau_mean, "best_rho": best.point["temperature.rho"],
+        "best_learning_rate_base": best.point[RATE],
     }  # fmt: skip
-    assert {run.info.status for run in runs} == {"FINISHED"}
-    (stopped_run,) = (run for run in runs if run.info.run_name == worse.name)
-    assert stopped_run.data.tags["stopped"] == worse.stopped
+    artifacts = MlflowClient(results.tracking_uri).list_artifacts(parent.info.run_id)
+    assert {file.path for file in artifacts} == {"results.md", "results.json", "report.html", "trials.parquet"}
 
     # When the sweep is started again, nothing is trained.
     again = run_sweep(make_sweep(config))
     assert sorted(again.rows, key=str) == sorted(results.rows, key=str)
-    assert len(client.search_runs([experiment.experiment_id])) == len(runs)
+    assert len(runs_of(results.tracking_uri, "language-models")) == 1 + len(children)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("scheduler", ["asha", "median"])
 def test_a_scheduler_of_tune_ends_the_worse_trials_and_the_best_is_exported(
-    cluster: dict[str, str], corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], scheduler: str
+    cluster: dict[str, str], corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [word.replace("DIR", str(corpus)) for word in TINY[: TINY.index("--sweep.axes")]]
-    words += [
-        f"--base.run.storage={tmp_path}", "--sweep.num-concurrent=1", f"--sweep.scheduler={scheduler}",
-        "--base.run.num-steps=40", "--base.validation.every=4", "--sweep.band", "0.6", "1.6",
-        "--sweep.axes", "optimizer.learning-rate-base=1e-3,3e-3,1e-5",
+    words = [
+        *tiny_words(corpus, tmp_path, 40, 4), *BAND, "--sweep.num-concurrent=1", "--sweep.scheduler=asha",
+        "--sweep.axes", f"{RATE}=1e-3,3e-3,1e-5",
     ]  # fmt: skip
-    config, _ = parse_preset(PRESETS, ["gpt2-rho-lr-small", *words], job="sweep", purpose="")
+    config = configure(words)
     results = run_sweep(make_sweep(config))
-    assert f"3 (grid, scheduler {scheduler})" in capsys.readouterr().out
+    assert "3 (grid, scheduler asha)" in capsys.readouterr().out
     assert not results.failed
-    rows = {row.point["optimizer.learning_rate_base"]: row for row in results.rows}
+    rows = {row.point[RATE]: row for row in results.rows}
     assert [(rows[rate].num_steps, rows[rate].stopped) for rate in (1e-3, 3e-3)] == [(40, ""), (40, "")]
     assert rows[3e-3].loss < rows[1e-3].loss < rows[1e-5].loss
     # It ends soon after the first validation after half of the steps, and keeps its checkpoint.
@@ -160,12 +198,8 @@ def test_a_scheduler_of_tune_ends_the_worse_trials_and_the_best_is_exported(
     assert rows[1e-5].stopped.startswith("ended early by ")
     directory = tmp_path / "rho" / rows[1e-5].name
     assert 20 <= last_checkpoint(directory) <= rows[1e-5].num_steps  # the newest may be whole and not noted yet
-    client = MlflowClient(results.tracking_uri)
-    experiment = client.get_experiment_by_name("language-models")
-    assert experiment is not None
-    runs = client.search_runs([experiment.experiment_id])
-    assert [run.info.status for run in runs] == ["FINISHED"] * 4
-    wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
+    assert len(sweep_runs(results.tracking_uri, "language-models", "rho")[1]) == 3
+    wait_for_free_cpus()
 
     # The best trial is exported from its checkpoint if it is one that was ended early.
     for rate in (1e-3, 3e-3):
@@ -174,52 +208,35 @@ def test_a_scheduler_of_tune_ends_the_worse_trials_and_the_best_is_exported(
     assert (tmp_path / "rho" / "export" / "config.json").is_file()
 
 
-def grid_words(corpus: Path, storage: Path, rates: str, num_steps: int = 40) -> list[str]:
-    """Returns the command line of a sweep of learning rates that runs one trial after the other."""
-    words = [word.replace("DIR", str(corpus)) for word in TINY[: TINY.index("--sweep.axes")]]
-    return [
-        "gpt2-rho-lr-small", *words, f"--base.run.storage={storage}", f"--base.run.num-steps={num_steps}",
-        "--base.run.checkpoint-every=4", "--base.run.max-restarts=1", "--base.validation.every=100",
-        "--sweep.num-concurrent=1", "--sweep.axes", f"optimizer.learning-rate-base={rates}",
-    ]  # fmt: skip
-
-
 @pytest.mark.long
-def test_a_killed_sweep_goes_on(
-    cluster: dict[str, str], corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = grid_words(corpus, tmp_path, "1e-3,2e-3,3e-3")
-    first, second, third = (tmp_path / "rho" / f"learning_rate_base{rate}" for rate in ("0.001", "0.002", "0.003"))
-    status, said = run_until(lambda: last_checkpoint(second) >= 4, "jobs.sweep", words, cluster)
-    assert status == -signal.SIGKILL, said
-    assert not (second / "outcome.json").exists()
-    assert not (tmp_path / "rho" / "results.json").exists()
-    before = (first / "outcome.json").stat().st_mtime_ns
+def test_a_population_goes_on_from_its_best_runs(cluster: dict[str, str], corpus: Path, tmp_path: Path) -> None:
+    words = tiny_words(corpus, tmp_path, 24, 4)
 
-    config, _ = parse_preset(PRESETS, words, job="sweep", purpose="")
-    results = run_sweep(make_sweep(config))
-    assert "trials finished before: 1" in capsys.readouterr().out
-    assert not results.failed
-    assert (first / "outcome.json").stat().st_mtime_ns == before
-    outcomes = [json.loads((trial / "outcome.json").read_text()) for trial in (first, second, third)]
-    assert [outcome["num_steps"] for outcome in outcomes] == [40, 40, 40]
-    assert outcomes[1]["resumed_from_step"] >= 4
-    assert outcomes[2]["resumed_from_step"] == 0
+    def run(*more: str) -> list[Row]:
+        results = run_sweep(make_sweep(configure([*words, *more])))
+        assert not results.failed
+        return list(results.rows)
 
-    written = json.loads((tmp_path / "rho" / "results.json").read_text())
-    assert sorted(row["name"] for row in written["rows"]) == [trial.name for trial in (first, second, third)]
-    written["rows"].sort(key=lambda row: row["name"])
-    assert [row["tau_mean"] for row in written["rows"]] == [outcome["validation"]["tau_mean"] for outcome in outcomes]
-    assert written["failed"] == {}
-    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
-    experiment = client.get_experiment_by_name("language-models")
-    assert experiment is not None
-    runs = client.search_runs([experiment.experiment_id])
-    (parent,) = (run for run in runs if "mlflow.parentRunId" not in run.data.tags)
-    children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
-    assert sorted(run.info.run_name for run in children) == sorted(trial.name for trial in (first, second, third))
-    assert {run.info.status for run in runs} == {"FINISHED"}
-    assert len(runs) == 4
+    generations = ["--sweep.scheduler=pbt", "--sweep.num-generations=2", "--sweep.band", "0.01", "1.99"]
+    rows = {row.name: row for row in run(*generations, "--sweep.axes", f"{RATE}=1e-5,3e-3")}
+    slow, fast = rows["learning_rate_base1e-05"], rows["learning_rate_base0.003"]
+    (moved,) = (row for row in rows.values() if "-from-" in row.name)
+    assert moved.point[RATE] in (pytest.approx(2.4e-3), 3e-3)  # 3.6e-3 lies beyond the end of the axis
+    assert slow.stopped
+    assert (fast.num_steps, fast.stopped, moved.stopped) == (24, "", "")
+    held = json.loads((tmp_path / "rho" / moved.name / "configuration.json").read_text())
+    start = int(held["run.start_from"].removeprefix(f"{fast.name}@"))
+    assert 12 <= start < 24
+    assert moved.num_steps == 24 - start
+    # Up to there it has the history of the run that it goes on from, and then its own.
+    shared = [validation for validation in fast.history if validation[0] <= start]
+    assert moved.history[: len(shared)] == shared
+    assert moved.point[RATE] == 3e-3 or moved.history[-1] != fast.history[-1]
+
+    # The run that was kept, and paused meanwhile, is the one that was never interrupted.
+    (whole,) = run("--base.run.name=whole", "--sweep.axes", f"{RATE}=3e-3")
+    assert [step for step, _, _ in fast.history] == [step for step, _, _ in whole.history]
+    assert fast.history[-1][1:] == pytest.approx(whole.history[-1][1:], abs=1e-6)
 
 
 def test_what_tune_writes_of_a_trial_holds_no_login(cluster: dict[str, str]) -> None:
@@ -233,9 +250,7 @@ def test_the_lines_of_python_on_the_page_run_with_a_search_and_a_scheduler_of_tu
     cluster: dict[str, str], corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "sweeps.md").read_text(), re.DOTALL)
-    words = [word.replace("DIR", str(corpus)) for word in TINY[: TINY.index("--sweep.axes")]]
-    words += [f"--base.run.storage={tmp_path}", "--base.tracking.no-enabled", "--base.run.num-steps=4"]
-    config, _ = parse_preset(PRESETS, ["gpt2-rho-lr-small", *words], job="sweep", purpose="")
+    config = configure([*tiny_words(corpus, tmp_path, 4, 2), "--base.tracking.no-enabled"])
     tiny = {
         'PRESETS["gpt2-rho-lr-small"]()': "config", "num_samples=4": "num_samples=2", "max_t=300": "max_t=4",
         "grace_period=100": "grace_period=2", "tune_config=settings": "tune_config=settings, run_config={}",

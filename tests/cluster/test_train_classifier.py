@@ -3,26 +3,50 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import ray
-from classifier_support import arguments, configuration, history, list_runs, named
-from safetensors.torch import load_file
-from support import training_worker_pids, wait_for
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+from readme_support import lines_like
+from support import history, runs_of, sweep_runs, training_worker_pids, wait_for
+from transformers import AutoConfig, AutoModel
 
+from jobs.engine.command_line import parse_preset
 from jobs.engine.resumption import registered_step
 from jobs.engine.worker import EarlyStopping, Validation
-from jobs.studies.cross_validation import Row, cross_validate, make_cross_validation
-from jobs.studies.trials import Results, Trial, open_parent, run_trials
+from jobs.studies.cross_validation import CrossValidation, cross_validate, make_cross_validation
+from jobs.studies.trials import Trial, open_parent, run_trials
 from jobs.tasks.classifier.config import ClassifierConfig
+from jobs.tasks.presets.classifiers import PRESETS
 from pipelines.text.tokenization import train_wordpiece
 
 pytestmark = pytest.mark.cluster
+
+SETTINGS = [
+    "--data.tasks", "CR", "--data.num-examples", "0", "--grid.seeds", "2", "--grid.num-folds", "2", "--grid.no-with-baseline",
+    "--grid.num-centers", "3", "--grid.keep-models", "--grid.num-concurrent", "1", "--run.num-steps", "12",
+    "--run.checkpoint-every", "4", "--run.log-every", "4", "--run.max-restarts", "0", "--optimizer.batch-size", "8",
+    # With a smaller epsilon, Adam would make full-sized steps of gradients that are only rounding errors.
+    "--optimizer.epsilon", "1e-4", "--workers.precision", "fp32",
+]  # fmt: skip
+
+
+def make(downstream: Path, storage: Path, *changes: str) -> CrossValidation:
+    """Return the cross-validation of the README's line, with the paths and settings of this test."""
+    (line,) = lines_like("jobs.train_classifier *")
+    words = line.replace("senteval/data/downstream", str(downstream)).replace(" --data.tasks TREC CR", "")
+    paths = ["--model.path", str(downstream / "encoder"), "--run.storage", str(storage)]
+    words = [*shlex.split(words)[3:], *paths, *SETTINGS, *changes]
+    return make_cross_validation(parse_preset(PRESETS, words, job="train_classifier", purpose="")[0])
+
+
+def named(cell: ClassifierConfig, name: str) -> ClassifierConfig:
+    return replace(cell, run=replace(cell.run, name=name))
 
 
 @pytest.fixture(scope="module")
@@ -47,42 +71,19 @@ def downstream(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module")
-def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cross-validation")
-
-
-@pytest.fixture(scope="module")
-def results(ray_head: dict[str, str], downstream: Path, storage: Path) -> Results[Row]:
-    """Run the README's cross-validation, and return its results."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("RAY_ADDRESS", "PATH"):
-            patch.setenv(name, ray_head[name])
-        return cross_validate(make_cross_validation(configuration(arguments(downstream, storage))))
-
-
-def test_a_cross_validation(results: Results[Row], downstream: Path, storage: Path) -> None:
+def test_a_cross_validation(cluster: dict[str, str], downstream: Path, tmp_path: Path) -> None:
+    work = make(downstream, tmp_path)
+    results = cross_validate(work)
     assert not results.failed
     (row,) = results.rows
     assert (len(row.accuracies), row.num_failed) == (2, 0)
     assert "| CR   |" in results.table
-    assert (storage / "triple-entropy-small" / "results.md").read_text().strip() == results.table
+    assert (tmp_path / "triple-entropy-small" / "results.md").read_text().strip() == results.table
 
     # MLflow has one parent run and one run for each trial, however often the trial was started.
-    runs = list_runs(results.tracking_uri)
-    (parent,) = (run for run in runs if "mlflow.parentRunId" not in run.data.tags)
-    children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
-    cells = configuration(arguments(downstream, storage)).cells()
-    assert sorted(run.info.run_name for run in children) == sorted(cell.run.name for cell in cells)
-    assert {run.info.status for run in runs} == {"FINISHED"}
-    assert len(runs) == 3
-
-    # The export is a classifier for Transformers.
-    export = Path(cells[-1].run.export_directory)
-    model = AutoModelForSequenceClassification.from_pretrained(export)
-    assert model.config.id2label == {0: "negative", 1: "positive"}
-    assert AutoTokenizer.from_pretrained(export).encode("good film")
-    assert load_file(export / "model.safetensors").keys() == dict(model.named_parameters()).keys()
+    _, children = sweep_runs(results.tracking_uri, "classifiers", "triple-entropy-small")
+    assert children.keys() == {cell.run.name for cell in work.cells}
+    assert len(runs_of(results.tracking_uri, "classifiers")) == 3
 
 
 def failing_watches(cell: ClassifierConfig, marker: Path) -> dict[str, EarlyStopping | None]:
@@ -129,9 +130,7 @@ def failing_watches(cell: ClassifierConfig, marker: Path) -> dict[str, EarlyStop
 def test_trials_whose_workers_die_are_restarted_or_failed_and_the_others_go_on(
     cluster: dict[str, str], downstream: Path, tmp_path: Path
 ) -> None:
-    changes = ["--run.max-restarts", "1", "--run.num-steps", "24", "--validation.every", "4"]
-    words = [*arguments(downstream, tmp_path), *changes]
-    work = make_cross_validation(configuration(words))
+    work = make(downstream, tmp_path, "--run.max-restarts", "1", "--run.num-steps", "24", "--validation.every", "4")
     parent = open_parent(
         work.config, work.config.tracking, uri=work.examples[0].tracking_uri, num_trials=4, data_sets={}
     )
@@ -154,12 +153,11 @@ def test_trials_whose_workers_die_are_restarted_or_failed_and_the_others_go_on(
     assert outcomes.failed.keys() == {"always", "killed"}
     assert "the disk is gone" in outcomes.failed["always"]
     assert "died" in outcomes.failed["killed"]
-    found = {
-        run.info.run_name: run.info.status for run in list_runs(parent.uri) if "mlflow.parentRunId" in run.data.tags
-    }
+    runs = runs_of(parent.uri, "classifiers")
+    found = {run.info.run_name: run.info.status for run in runs if "mlflow.parentRunId" in run.data.tags}
     assert found == {"once": "FINISHED", "always": "FAILED", "killed": "FAILED", "fine": "FINISHED", "next": "FINISHED"}
     wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
     assert not training_worker_pids(cluster)
     # The trial that was restarted has the losses of the trial that ran without an error.
-    once, fine = (history(named(cell, name), "train/loss") for name in ("once", "fine"))
+    once, fine = (history(outcomes.finished[name], "train/loss") for name in ("once", "fine"))
     assert once == pytest.approx(fine, abs=1e-6)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from process_support import run_together
+from server_support import run_together
 
 from pipelines.block_cache import BlockCache
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 import ray
-from process_support import run_together
 from ray.exceptions import ActorUnavailableError
 from ray.train.v2.api.exceptions import ControllerError
+from server_support import run_together
 from support import ROOT
 
 from jobs.engine import cluster, ray_failures, ray_private

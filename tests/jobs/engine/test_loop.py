@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from readme_support import write_task
 from safetensors.numpy import load_file
 
 from jobs.engine.resumption import find_damage
@@ -24,16 +25,12 @@ from jobs.engine.worker import Validation
 from pipelines.store_errors import RETRIES
 from tests.local_training import Asking, Call, history, processes, train_plan
 
-ROOT = Path(__file__).parents[3]
 NUM_STEPS = 12
 
 
-def write_task(directory: Path) -> Path:
+def write_site(directory: Path) -> Path:
     """Write the Python files of docs/extend.md and labelled lines into a directory, and return it."""
-    page = (ROOT / "docs" / "extend.md").read_text()
-    for name, text in re.findall(r"```python\n# (\S+\.py)\n(.*?)```", page, re.DOTALL):
-        (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_text(text)
+    write_task(directory)
     random = np.random.default_rng(0)
     letters = {"prose": "etaoin shrdlu ", "code": "(){}=_.:01 selfreturn"}
     lines = [f"{kind}\t{''.join(random.choice(list(letters[kind]), 40))}x" for _ in range(150) for kind in letters]
@@ -91,7 +88,7 @@ class Site:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory, alone: Call, together: Call) -> Iterator[Site]:
     with pytest.MonkeyPatch.context() as patch:
-        directory = write_task(tmp_path_factory.mktemp("site"))
+        directory = write_site(tmp_path_factory.mktemp("site"))
         patch.syspath_prepend(directory)
         yield Site(directory, {1: alone, 2: together})
 

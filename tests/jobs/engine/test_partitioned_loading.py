@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from corpus_support import write_corpus
-from support import tiny_config
+from support import tiny_config, write_corpus
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from tempnet.weights import WeightFiles

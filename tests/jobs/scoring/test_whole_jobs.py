@@ -1,6 +1,6 @@
 """Run whole scoring jobs in this process in place of Ray: their figures are those of their models, item by item.
 
-`tests/cluster/test_restarts.py` runs the same jobs on Ray.
+`tests/cluster/test_scoring.py` runs such jobs on Ray.
 """
 
 from __future__ import annotations

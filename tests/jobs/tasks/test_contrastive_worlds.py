@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from clip_training_support import NUM_PAIRS, tiny_clip_config, write_smooth_tower, write_tiny_images
+from task_support import NUM_PAIRS, tiny_clip_config, write_smooth_tower, write_tiny_images
 from torch import Tensor
 
 from jobs.tasks.base import DataReference, create_task, resolve_paths

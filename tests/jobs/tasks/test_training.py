@@ -16,12 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clip_training_support import tiny_clip_config, write_smooth_tower
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from sample_state_support import sample_states
-from sentence_support import tiny_sentences
 from support import tiny_config
+from task_support import sample_states, tiny_clip_config, tiny_sentences, write_smooth_tower
 from tokenizers import Tokenizer
 
 from tests.local_training import Asking, Call, history, train_plan

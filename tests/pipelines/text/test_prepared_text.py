@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
-from corpus_support import write_corpus
-from support import write_jsonl_zst
+from support import write_corpus, write_jsonl_zst
 from text_archive_support import tar
 
 from pipelines.plan import StreamPlan

@@ -1,23 +1,18 @@
-"""Make small image data and small contrastive configurations for the cluster tests.
-
-Executed as a module, it trains one such configuration:
-
-python -m clip_training_support IMAGES STORAGE NAME '{"section": {"field": value}}'
-"""
+"""Make small image data and small runs of the contrastive tasks, and read the state of the samples from checkpoints."""
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from support import tiny_run
+import torch
+from safetensors.torch import load_file
+from support import tiny_run, with_sections
+from torch import Tensor
 
 from jobs.engine.config import OptimizerSection, TrackingSection, WorkersSection
-from jobs.engine.launch import train
-from jobs.scoring.mlflow_models import record_models
 from jobs.tasks.dual_encoder.config import (
     ClipConfig,
     DualEncoderSection,
@@ -25,7 +20,8 @@ from jobs.tasks.dual_encoder.config import (
     PairTemperatureSection,
     RetrievalValidationSection,
 )
-from jobs.tasks.dual_encoder.plan import make_plan
+from jobs.tasks.presets.sentences import PRESETS
+from jobs.tasks.sentence_encoder.config import DocumentTemperatureSection, SentenceConfig
 from pipelines.sample.images import read_captions, write_images
 from pipelines.text.tokenization import train_wordpiece
 from tempnet.models.towers import random_tower
@@ -90,14 +86,59 @@ def tiny_clip_config(images: Path, storage: Path, name: str, **sections: dict[st
         validation=RetrievalValidationSection(every=16, batch_size=16),
         tracking=TrackingSection(experiment="contrastive"),
     )
-    return replace(
-        config, **{section: replace(getattr(config, section), **values) for section, values in sections.items()}
-    )
+    changed: ClipConfig = with_sections(config, sections)
+    return changed
 
 
-if __name__ == "__main__":
-    images, storage, name, sections = sys.argv[1:]
-    train(
-        make_plan(tiny_clip_config(Path(images), Path(storage), name, **json.loads(sections))),
-        record_models=record_models,
+def tiny_sentences(
+    corpus: Path, wordpiece: Path, storage: Path, name: str, **sections: dict[str, Any]
+) -> SentenceConfig:
+    """Return a run of 40 steps of a small RoBERTa with TempNet, with two workers, ZeRO 1 and float32.
+
+    `sections` maps the name of a section to the fields to override in it.
+    """
+    config = PRESETS["declutr-small-small"]()
+    config = replace(
+        config,
+        run=tiny_run(corpus, storage, name, num_steps=40, checkpoint_every=5, log_every=5, max_restarts=0),
+        data=replace(
+            config.data,
+            train=str(corpus / "train"),
+            validation=str(corpus / "validation"),
+            tokenizer=str(wordpiece),
+            min_length=3,
+            max_length=12,
+            min_num_tokens=36,
+        ),
+        model=replace(config.model, hidden_size=16, num_layers=1, num_heads=2),
+        temperature=DocumentTemperatureSection(
+            loss="tempnet", rho=1.0, hidden_size=8, num_prototypes=8, tau_min=0.01, tau_max=0.5
+        ),
+        # With a smaller epsilon, Adam would make full-sized steps of gradients that are only rounding errors.
+        optimizer=replace(
+            config.optimizer, batch_size=8, learning_rate_base=3e-3, learning_rate_tempnet=1e-2, epsilon=1e-4
+        ),
+        workers=replace(config.workers, precision="fp32", num_threads=1),
+        validation=replace(config.validation, every=20, num_documents=15, batch_size=4),
     )
+    changed: SentenceConfig = with_sections(config, sections)
+    return changed
+
+
+def sample_states(outcome: dict[str, Any], step: int) -> dict[str, Tensor]:
+    """Return the columns (2, N) of the samples' state in a checkpoint, joined over the ranks that wrote it, by sample ID.
+
+    A task without such a state has no columns.
+    """
+    directory = Path(outcome["directory"]) / f"checkpoint-{step:08d}"
+    # Another number of workers may have been killed while it saved the same step, and have left some of its files.
+    num_writers = json.loads((directory / "files-00000.json").read_text())["world_size"]
+    parts = [load_file(file) for file in sorted(directory.glob(f"samples-*-of-{num_writers:05d}.safetensors"))]
+    assert len(parts) in (0, num_writers)
+    columns = {}
+    for name in parts[0] if parts else ():
+        whole = torch.full((2, sum(part[name].shape[1] for part in parts)), torch.nan)
+        for rank, part in enumerate(parts):
+            whole[:, rank :: len(parts)] = part[name]
+        columns[name] = whole
+    return columns

@@ -1,0 +1,306 @@
+"""Scoring on a real Ray: failures, items, workers that die, what is counted, and jobs that are killed and go on.
+
+That figures are right is tested without Ray, in tests/jobs/scoring.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from evaluation_support import LAMBADA, TEXT, make_export, write_lines
+from mlflow import MlflowClient
+from prediction_support import save_tiny_model, some_texts
+from support import run_until, write_jsonl_zst
+
+from jobs import analyse, train_reward
+from jobs.scoring.config import PoolSection
+from jobs.scoring.reward.plan import make_plan
+from jobs.scoring.reward.rollouts import work_here
+from jobs.scoring.reward.trainer import RewardTrainer
+from jobs.scoring.units import Finished, Outcome, UnitStore, Work, map_units
+from pipelines.store_errors import RETRIES
+from tempnet.loading import load_tempnet
+from tests.jobs.scoring.generation_support import make_model
+
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
+
+
+class Doubler:
+    """Doubles numbers, but raises an error at 3, ends its process at 4 whenever it gets it, and at 6 the first time."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def __call__(self, number: int) -> Finished:
+        calls = self.directory / f"calls-{number}"
+        with calls.open("a") as file:
+            file.write("x")
+        if number == 4 or (number == 6 and calls.read_text() == "x"):
+            os._exit(1)
+        if number == 3:
+            raise ArithmeticError("this number\ncannot be doubled")
+        name = "no directory/x" if number == 7 else f"{number}.txt"
+        return Finished(files={name: str(2 * number).encode()}, num_cases=number, value=2 * number)
+
+
+def map_with(
+    model: Callable[[], Any], num_units: int, store: UnitStore | None = None, *, num_workers: int = 1, **work: Any
+) -> Outcome:
+    pool = PoolSection(num_workers=num_workers, cpus_per_worker=0.5)
+    return map_units(range(num_units), Work(model=model, title=lambda unit: f"unit {unit}", **work), pool, store)
+
+
+def test_a_unit_fails_alone_and_a_worker_that_dies_costs_a_retry(
+    cluster: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def read(unit: int) -> Iterator[int]:
+        if unit == 2:
+            raise OSError("cannot be read")
+        yield unit
+        if unit == 5:  # The item before the error is good.
+            raise ValueError("cut off")
+
+    store = UnitStore(str(tmp_path / "store"))
+    outcome = map_with(partial(Doubler, tmp_path), 10, store, read=read, noun="things")
+    failed = outcome.failed
+    assert "died 3 times" in failed.pop("unit 4")
+    assert failed.pop("unit 7").startswith("FileNotFoundError: ")
+    assert failed == {
+        "unit 2": "OSError: cannot be read",
+        "unit 3": "ArithmeticError: this number cannot be doubled",
+        "unit 5": "ValueError: cut off",
+    }
+    done = (0, 1, 5, 6, 8, 9)
+    assert outcome.values == {unit: [2 * unit] for unit in done}
+    assert {name: store.read(name) for name in store.names()} == {f"{i}.txt": str(2 * i).encode() for i in done}
+    assert outcome.num_cases == sum(done)
+    calls = {number: len((tmp_path / f"calls-{number}").read_text()) for number in (3, 4, 6)}
+    assert calls[3] == 1
+    assert calls[4] <= 3  # Ray may send a retry to the worker that is dying.
+    assert calls[6] == 2
+    said = capsys.readouterr().out
+    assert "/10  FAILED  unit 3: ArithmeticError: this number cannot be doubled\n" in said
+    assert re.search(r"/10  unit 9  9 things, [\d,]+ things/s  0\.0 s", said)
+
+
+def test_all_workers_work_on_the_items_of_one_unit_and_a_unit_may_have_none(
+    cluster: dict[str, str], tmp_path: Path
+) -> None:
+    def meet() -> Callable[[int], Finished]:
+        def wait_for_the_other(item: int) -> Finished:
+            (tmp_path / f"{item}-{os.getpid()}").touch()
+            until = time.monotonic() + 60
+            while len({path.name.split("-")[1] for path in tmp_path.iterdir()}) < 2 and time.monotonic() < until:
+                time.sleep(0.01)
+            return Finished(value=os.getpid())
+
+        return wait_for_the_other
+
+    outcome = map_with(meet, 2, num_workers=2, read=lambda unit: range(1, 5 if unit == 0 else 1))
+    assert not outcome.failed
+    assert outcome.values.keys() == {0}
+    assert len(outcome.values[0]) == 4
+    assert len(set(outcome.values[0])) == 2
+
+
+def test_what_a_worker_writes_elsewhere_is_no_success(
+    cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def model() -> Callable[[int], Finished]:
+        (tmp_path / "elsewhere" / "relative").mkdir(parents=True)
+        os.chdir(tmp_path / "elsewhere")
+        return lambda number: Finished(files={f"{number}.txt": b"x"})
+
+    monkeypatch.chdir(tmp_path)
+    outcome = map_with(model, 1, UnitStore("relative"))
+    assert (tmp_path / "elsewhere" / "relative" / "0.txt").exists()
+    assert outcome.failed["unit 0"].endswith("relative must be shared")
+
+
+def test_many_failures_in_a_row_end_the_work(cluster: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    def build() -> Any:
+        raise FileNotFoundError("no such model")
+
+    outcome = map_with(build, 30)
+    assert (len(outcome.failed), set(outcome.failed.values())) == (20, {"FileNotFoundError: no such model"})
+    assert "20 failures one after another: the 10 units left are not tried" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"workers\.num_workers"):
+        map_with(build, 1, num_workers=100)
+
+
+def test_what_readers_and_workers_count_of_repeated_requests_is_said_once(
+    cluster: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def read(unit: int) -> Iterator[int]:
+        for _ in range(2):
+            RETRIES.add(1)
+            yield unit
+
+    def model() -> Callable[[int], Finished]:
+        def count(item: int) -> Finished:
+            RETRIES.add(100)
+            return Finished()
+
+        return count
+
+    RETRIES.take()
+    assert not map_with(model, 6, read=read).failed
+    said = [line for line in capsys.readouterr().out.splitlines() if "repeated" in line]
+    assert sum(int(number) for line in said for number in re.findall(r"repeated: (\d+);", line)) == 12 * 101
+    assert said[-1].endswith("; 1212 so far")
+    assert len(said) == 2  # One with the first item; a minute has not passed, so the other comes at the end.
+
+
+# The first call of all kills the worker whose verifier it is, as a machine that is lost would.
+VERIFIER = """
+import os, pathlib, signal
+def vowels(sample):
+    mark = pathlib.Path(__file__).with_name("has-killed")
+    if sample.get("kills") and not mark.exists():
+        mark.touch()
+        os.kill(os.getppid(), signal.SIGKILL)
+    text = sample["text"]
+    if len(text) % 5 == 4:
+        return float("nan")
+    return sum(letter in "aeiou" for letter in text) / max(1, len(text))
+"""
+
+
+def test_training_on_rewards_with_a_worker_that_dies(
+    cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "killing_rewards.py").write_text(VERIFIER)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    model, prompts = make_model(tmp_path / "model", "gpt2", 64, tempnet=False), tmp_path / "prompts.jsonl"
+    lines = [{"prompt": prompt, "kills": prompt == "x"} for prompt in ("def", "x", "the base model", "class")]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = (
+        f"--model {model} --prompts {prompts} --verifier.name killing_rewards:vowels --storage {tmp_path}/runs "
+        "--num-steps 3 --prompts-per-step 4 --group-size 4 --max-new-tokens 5 --leash.target-kl 0.5 --checkpoint-every 2 "
+        "--temperature.hidden-size 8 --temperature.num-prototypes 4 "
+        "--workers.num-workers 2 --workers.cpus-per-worker 0.5"
+    ).split()
+    assert train_reward.main(options) == 0
+    assert (tmp_path / "has-killed").exists()
+    assert "LOST" in capsys.readouterr().out
+    run = tmp_path / "runs" / "reward"
+    outcome = json.loads((run / "outcome.json").read_text())
+
+    plan = make_plan(train_reward.parse(options)[0])
+    with work_here(plan) as run_orders:
+        expected = RewardTrainer(plan, run_orders)
+        expected.begin()
+        for _ in range(3):
+            expected.train_step()
+        expected.finish()
+    learned = load_tempnet(run / "export").state_dict()
+    for name, value in expected.weights().items():
+        torch.testing.assert_close(learned[name], value, atol=1e-6, rtol=1e-5)
+    for ours, theirs in zip(outcome["history"], expected.history, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7)
+    assert outcome["failures"].keys() == {"not_a_number"}
+
+    client = MlflowClient(outcome["tracking_uri"])
+    tracked = client.get_run(outcome["mlflow_run_id"])
+    assert tracked.info.status == "FINISHED"
+    for name in ("reward", "distinct", "kl", "kl_weight", "tau_mean", "lost"):
+        values = {metric.step: metric.value for metric in client.get_metric_history(tracked.info.run_id, name)}
+        assert values == pytest.approx({step: row[name] for step, row in enumerate(outcome["history"], start=1)})
+    assert tracked.data.metrics["mean_shift/reward"] == outcome["temperatures"]["mean_shift"]["reward"]
+
+    assert train_reward.main(options) == 0  # nothing is left to do
+    assert "continues after step 3 of 3" in capsys.readouterr().out
+    assert json.loads((run / "outcome.json").read_text())["history"] == outcome["history"]
+    with pytest.raises(SystemExit):
+        train_reward.main([*options, "--group-size", "3"])
+    assert "name = 'reward' was begun with other settings: group_size: 4 → 3" in capsys.readouterr().err
+
+
+def test_comparing_decoders(cluster: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, text, output = save_tiny_model(tmp_path / "model"), tmp_path / "text.jsonl", tmp_path / "decoders"
+    write_lines(text, [{"text": text} for text in some_texts(12)])
+    words = (
+        f"decoders --model {model} --text {text} --output {output} --storage {tmp_path} --workers.num-workers 2 "
+        f"--tracking.uri sqlite:///{tmp_path}/mlflow.db --num-samples 2 --max-new-tokens 4 --prompt-tokens 3 --num-steps 2 "
+        "--max-prompts 6 --k 2"
+    )
+    assert analyse.main(words.split()) == 0
+    assert (output / "results.md").read_text().split("\n\n")[0] in capsys.readouterr().out
+    decoders = json.loads((output / "results.json").read_text())["decoders"]
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("analyses").experiment_id])
+    assert run.data.metrics["EDT/gain"] == pytest.approx(decoders["EDT"]["text"]["gain"]["mean"])
+    files = {file.path for file in client.list_artifacts(run.info.run_id)}
+    assert files == {"results.json", "results.md", "frontier.png"}
+
+
+POOL = "--workers.cpus-per-worker 0.5"
+JOBS = {
+    "evaluate_lm --models IN/a/export IN/b/export --temperatures one tempnet fixed:0.7 --wikitext IN/text.txt "
+    f"--lambada IN/lambada.jsonl --storage OUT --batch-size 3 --tracking.no-enabled {POOL}": "*/units/*.json",
+    "predict_temperatures --model IN/tiny --text IN/texts --output OUT --per-token --part-characters 500 "
+    f"--max-bad-share 0.1 {POOL}": "part-*.parquet",
+}
+"""Maps commands to the files under OUT, one for each finished unit."""
+
+RESULTS = ("results.json", "_summary.json")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("inputs")
+    for seed, name in enumerate("ab"):
+        make_export(place / name / "export", seed=seed)
+    (place / "text.txt").write_text(TEXT)
+    write_lines(place / "lambada.jsonl", LAMBADA)
+    save_tiny_model(place / "tiny")
+    for number in range(2):
+        write_jsonl_zst(place / "texts" / f"{number}.jsonl.zst", some_texts(12, seed=number))
+    with Path(write_lines(place / "texts" / "2.jsonl", [{"text": "a b c"}] * 20)).open("a") as file:
+        file.write("no JSON\n")
+    return place
+
+
+def outcome(output: Path) -> dict[str, Any]:
+    """Return name → content of the tables and figures in a directory."""
+    found: dict[str, Any] = {path.name: path.read_bytes() for path in output.glob("part-*.parquet")}
+    for path in [path for name in RESULTS for path in output.rglob(name)]:
+        values = json.loads(path.read_text())
+        found[path.name] = values.get("columns", values)
+    return found
+
+
+@pytest.mark.parametrize("command", JOBS, ids=[" ".join(command.split()[:3]) for command in JOBS])
+def test_a_job_that_was_killed_goes_on_with_two_workers(
+    command: str, inputs: Path, cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    module, *words = f"jobs.{command}".replace("IN/", f"{inputs}/").split()
+    whole, parts = ([word.replace("OUT", str(tmp_path / name)) for word in words] for name in ("whole", "parts"))
+    main = importlib.import_module(module).main
+    assert main(whole) == 0
+    expected = outcome(tmp_path / "whole")
+
+    def units(name: str) -> list[Path]:
+        return sorted((tmp_path / name).glob(JOBS[command]))
+
+    run_until(lambda: len(units("parts")) > 1, module, parts, cluster)
+    num_kept = len(units("whole")) - 1  # If the job was quick, everything was there.
+    kept, last = units("parts")[:num_kept], units("parts")[num_kept:]
+    for path in [*last, *(path for name in RESULTS for path in (tmp_path / "parts").rglob(name))]:
+        path.unlink()
+    times = {path: path.stat().st_mtime_ns for path in kept}
+    assert main([*parts, "--workers.num-workers", "2"]) == 0
+    assert {path: path.stat().st_mtime_ns for path in kept} == times
+    assert outcome(tmp_path / "parts") == expected != {}
