@@ -13,18 +13,22 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from jobs.engine.worker import DirectoryReport, WorkerJob, train_here
 
 Call = Callable[..., list[Any]]
+_ROOT = Path(__file__).parents[1]
 
 
 def _serve(rank: int, num_processes: int, rendezvous: str, pipe: Connection) -> None:
@@ -34,8 +38,6 @@ def _serve(rank: int, num_processes: int, rendezvous: str, pipe: Connection) -> 
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num_processes),
     }
-    import torch
-
     torch.set_num_threads(1)
     _divide_all_weights()
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=num_processes)
@@ -123,13 +125,52 @@ def processes(num_processes: int) -> Iterator[Call]:
                 process.kill()
 
 
+class HostReads(TorchDispatchMode):
+    """Notes where our own code reads a value of a tensor, for which the host would wait if the tensor were on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        places = args[1] if name.startswith(("index", "_index")) and isinstance(args[1], (list, tuple)) else ()
+        chooses = any(isinstance(place, Tensor) and place.dtype == torch.bool for place in places)
+        if chooses or name in (
+            "_local_scalar_dense",
+            "nonzero",
+            "equal",
+            "masked_select",
+            "_unique2",
+            "unique_consecutive",
+        ):
+            self.note()
+        return func(*args, **(kwargs or {}))
+
+    def note(self) -> None:
+        """Note the innermost line outside of PyTorch, if it is ours and not one that a GPU skips."""
+        frames = (frame for frame in reversed(traceback.extract_stack()) if frame.filename != __file__)
+        frame = next(frame for frame in frames if "/torch/" not in frame.filename)
+        if Path(frame.filename).is_relative_to(_ROOT / "tests") or "site-packages" in frame.filename:
+            return
+        if "is_cuda or" not in (frame.line or ""):
+            self.found.append(f"{Path(frame.filename).relative_to(_ROOT)}: {frame.line}")
+
+
 def recording(create_task: Callable[[int, int], Any], file: str, rank: int, world_size: int) -> Any:
-    """Create a task that writes a line about every step into `<file>-<rank>`: its number, its loss, its batch's digest."""
+    """Create a task that writes a line about every step into `<file>-<rank>`: its number, its loss, its batch's digest.
+
+    Alone, it also writes what :class:`HostReads` finds in steps without statistics into `<file>.reads`.
+    """
     task = create_task(rank, world_size)
     train_step = task.train_step
 
     def recorded(engine: Any, batch: dict[str, Any], *, step: int, **rest: Any) -> Any:
-        result = train_step(engine, batch, step=step, **rest)
+        watches = world_size == 1 and not rest["with_statistics"] and not task.config.workers.compiles
+        with HostReads() if watches else nullcontext() as reads:
+            result = train_step(engine, batch, step=step, **rest)
+        if reads is not None:
+            Path(f"{file}.reads").write_text("\n".join(reads.found))
         with open(f"{file}-{rank}", "a") as lines:
             lines.write(f"{json.dumps([step + 1, result.loss.double().tolist(), int(batch['digest'].sum())])}\n")
         return result

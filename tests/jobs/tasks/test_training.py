@@ -209,6 +209,13 @@ def test_compiled_blocks_train_what_eager_ones_do(site: Site) -> None:
     )
 
 
+@pytest.mark.parametrize("case", ["lm", "finetune", "frozen"])
+def test_between_reports_a_language_model_reads_no_value_that_it_would_wait_for_on_a_gpu(site: Site, case: str) -> None:
+    """DeepSpeed itself reads the norm of the gradients. The steps of other tasks, and of a teacher, read values."""
+    site.alone(case)
+    assert (site.home / f"{case}-1.reads").read_text() == ""
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_leaves_its_report_and_its_figures(site: Site, case: str) -> None:
     outcome = site.alone(case)
