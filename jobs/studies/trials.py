@@ -344,10 +344,10 @@ def make_plan_in_outage(config: TrainingConfig, seconds_between: float = 10.0) -
 
 
 def describe_error(error: Exception | None) -> str:
-    """Returns the last line of an error's text, which describes the original error."""
+    """Returns the last line of an error's text, which describes the original error; of a lack of memory the first."""
     text = getattr(error, "cause", None) or error or "the process that drives the trial ended"
-    lines = str(text).strip().splitlines()
-    return masked(lines[-1]) if lines else "unknown"
+    lines = str(text).strip().splitlines() or ["unknown"]
+    return masked(lines[0 if isinstance(text, ray.exceptions.OutOfMemoryError) else -1])
 
 
 def prepare_once(plans: Iterable[Plan]) -> dict[str, tuple[str, str, str]]:
