@@ -186,7 +186,7 @@ class ProgressNotes:
         self._newest: Mapping[str, Any] | None = None
         self._tau_mean: float | None = None
         self._last_noted = time.monotonic()
-        self._changed, self._stop = threading.Event(), threading.Event()
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="progress notes", daemon=True)
         self._thread.start()
 
@@ -203,24 +203,20 @@ class ProgressNotes:
             "time": time.time(),
         }
         self._last_noted = now
-        self._changed.set()
 
     def close(self) -> None:
         """Write what is not written yet and end the thread."""
         self._stop.set()
-        self._changed.set()
         self._thread.join(timeout=60)
 
     def _run(self) -> None:
-        while True:
-            self._changed.wait()
-            self._changed.clear()
-            if self._newest is not None:
-                _write(self._uri, self._newest)
-            if self._stop.wait(self._seconds_between):
-                if self._changed.is_set() and self._newest is not None:
-                    _write(self._uri, self._newest)
-                return
+        written, is_last = None, False
+        while not is_last:
+            # The first note does not wait, so that whoever looks soon finds one.
+            is_last = self._stop.wait(self._seconds_between if written else min(1.0, self._seconds_between))
+            if (newest := self._newest) is not written:
+                _write(self._uri, newest or {})
+                written = newest
 
 
 def note_failure(directory: str, cause: str, *, step: int, is_final: bool) -> None:

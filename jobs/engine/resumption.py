@@ -222,10 +222,19 @@ def find_damage(uri: str) -> str:
     sizes = {relative(entry.path, path): entry.size for entry in entries if entry.type == FileType.File}
     if not sizes:
         return "the directory is missing or empty"
+
+    def read(rank: int) -> dict[str, Any]:
+        if (name := list_name(rank)) not in sizes:
+            raise ValueError(f"{name} is missing: its upload was not finished")
+        try:
+            return read_json(f"{uri}/{name}") or {}
+        except ValueError as error:
+            raise ValueError(f"{name} is damaged") from error
+
     try:
-        first = _read_list(uri, 0, sizes)
+        first = read(0)
         with ThreadPoolExecutor(_NUM_READERS) as pool:
-            others = list(pool.map(lambda rank: _read_list(uri, rank, sizes), range(1, first["world_size"])))
+            others = list(pool.map(read, range(1, first["world_size"])))
         for rank, listed in enumerate([first, *others]):
             if listed["group"] != first["group"]:
                 return f"{list_name(rank)} is of another attempt to save this step than {list_name(0)}"
@@ -234,7 +243,7 @@ def find_damage(uri: str) -> str:
                     return f"{name} is missing"
                 if sizes[name] != file["num_bytes"]:
                     return f"{name} has {sizes[name]} bytes instead of {file['num_bytes']}"
-    except _UnreadableListError as error:
+    except ValueError as error:
         return str(error)
     except (AttributeError, KeyError, TypeError):
         return "a list of its files is damaged"
@@ -258,20 +267,6 @@ def find_changed_file(directory: Path, *, rank: int, world_size: int) -> str:
     except (AttributeError, ValueError, KeyError, TypeError):
         return "a list of its files is damaged"
     return ""
-
-
-class _UnreadableListError(Exception):
-    """A list of files is missing or is not valid JSON."""
-
-
-def _read_list(uri: str, rank: int, sizes: Mapping[str, int]) -> dict[str, Any]:
-    name = list_name(rank)
-    if name not in sizes:
-        raise _UnreadableListError(f"{name} is missing: its upload was not finished")
-    try:
-        return read_json(f"{uri}/{name}") or {}
-    except ValueError as error:
-        raise _UnreadableListError(f"{name} is damaged") from error
 
 
 def _digest(file: Path) -> str:

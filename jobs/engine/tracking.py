@@ -19,13 +19,13 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, Experiment, InputTag, LifecycleStage, Metric, Param, Run, RunTag
+from mlflow.entities import Dataset, DatasetInput, Experiment, InputTag, LifecycleStage, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
 from jobs.engine.config import TrackingSection
@@ -130,18 +130,23 @@ def open_run(
     the IDs of the earlier jobs.
     """
     tags = {**origin_tags(), **tags}
-    with _naming_refusals(uri, name):
+    try:
         client = open_client(uri)
         experiment_id = find_or_create_experiment(client, uri, experiment)
         quote = '"' if "'" in directory else "'"  # MLflow's filter strings have no escapes
         same = f"tags.`{_RUN_TAG}` = {quote}{directory}{quote}"
         if existing := client.search_runs([experiment_id], filter_string=same, max_results=1):
-            _reopen(client, existing[0], tags.get(JOB_TAG, ""))
-            return TrackedRun(uri=uri, run_id=existing[0].info.run_id, experiment_id=experiment_id)
+            run_id, known = existing[0].info.run_id, existing[0].data.tags.get(JOB_TAG, "")
+            client.set_terminated(run_id, status="RUNNING")
+            if (job := tags.get(JOB_TAG, "")) and job not in known.split(", "):
+                client.set_tag(run_id, JOB_TAG, f"{known}, {job}" if known else job)
+            return TrackedRun(uri=uri, run_id=run_id, experiment_id=experiment_id)
         run_id = client.create_run(experiment_id, run_name=name, tags={_RUN_TAG: directory, **tags}).info.run_id
         client.log_batch(run_id, params=[Param(key, masked(str(value))[:6000]) for key, value in parameters.items()])
         log_data_sets(client, run_id, data_sets)
         return TrackedRun(uri=uri, run_id=run_id, experiment_id=experiment_id)
+    except MlflowException as error:  # its message may contain the login
+        raise ConnectionError(f"MLflow at {masked(uri)} refuses the run {name!r}: {masked(str(error))}") from None
 
 
 def where_to_browse(uri: str, experiment_id: str | None) -> str:
@@ -157,23 +162,6 @@ def where_to_browse(uri: str, experiment_id: str | None) -> str:
     return f"  {command}\n  and open http://127.0.0.1:5000{page}"
 
 
-def _reopen(client: MlflowClient, run: Run, job: str) -> None:
-    """Mark an existing run as running, and add the ID of the Ray job that continues it, unless that is empty."""
-    client.set_terminated(run.info.run_id, status="RUNNING")
-    known = run.data.tags.get(JOB_TAG, "")
-    if job and job not in known.split(", "):
-        client.set_tag(run.info.run_id, JOB_TAG, f"{known}, {job}" if known else job)
-
-
-@contextmanager
-def _naming_refusals(uri: str, name: str) -> Iterator[None]:
-    """Convert MLflow's errors into a ConnectionError with the login masked, which the original message may contain."""
-    try:
-        yield
-    except MlflowException as error:
-        raise ConnectionError(f"MLflow at {masked(uri)} refuses the run {name!r}: {masked(str(error))}") from None
-
-
 @contextlib.contextmanager
 def mark_if_ended(run: TrackedRun | None) -> Iterator[None]:
     """Set the MLflow status to FAILED if an error, or KILLED if Ctrl-C, ends the block.
@@ -185,16 +173,13 @@ def mark_if_ended(run: TrackedRun | None) -> Iterator[None]:
     except BaseException as error:
         if run is not None:
             with survive_outage("the end of the run"):
-                _end(run, "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+                status = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+                end_children(run, status)
+                client = MlflowClient(run.uri)
+                # Ctrl-C ends a trial with its sweep: that Ray then takes away the trial's actors is no failure of the trial.
+                if client.get_run(run.run_id).info.status != "KILLED":
+                    client.set_terminated(run.run_id, status=status)
         raise
-
-
-def _end(run: TrackedRun, status: str) -> None:
-    end_children(run, status)
-    client = MlflowClient(run.uri)
-    # Ctrl-C has ended this trial with its sweep: that Ray then takes away the trial's actors is no failure of the trial.
-    if client.get_run(run.run_id).info.status != "KILLED":
-        client.set_terminated(run.run_id, status=status)
 
 
 def end_children(run: TrackedRun, status: str) -> None:
@@ -355,7 +340,13 @@ def _refuse_deleted(experiment: Experiment | None, uri: str) -> None:
 
 def log_data_sets(client: MlflowClient, run_id: str, data_sets: Mapping[str, tuple[str, str, str]]) -> None:
     """Log the inputs of a run: context → (name, digest, source URI)."""
-    inputs = [_describe_input(context, *data) for context, data in data_sets.items()]
+    inputs = [
+        DatasetInput(
+            Dataset(name=name, digest=digest, source_type="uri", source=json.dumps({"uri": masked(source)})),
+            [InputTag("mlflow.data.context", context)],
+        )
+        for context, (name, digest, source) in data_sets.items()
+    ]
     for attempt in range(1, _NUM_ATTEMPTS + 1):
         try:
             client.log_inputs(run_id, inputs)
@@ -363,11 +354,3 @@ def log_data_sets(client: MlflowClient, run_id: str, data_sets: Mapping[str, tup
         except MlflowException:  # another process may have made one of the data sets, and the next attempt will find it
             if attempt == _NUM_ATTEMPTS:
                 raise
-
-
-def _describe_input(context: str, name: str, digest: str, source: str) -> DatasetInput:
-    place = json.dumps({"uri": masked(source)})
-    return DatasetInput(
-        dataset=Dataset(name=name, digest=digest, source_type="uri", source=place),
-        tags=[InputTag("mlflow.data.context", context)],
-    )
