@@ -34,6 +34,7 @@ from jobs.engine.masking import masked
 from jobs.engine.metrics import TrackedRun, metric_name, survive_outage
 from jobs.engine.revision import revision_tags
 from pipelines.block_cache import open_locked
+from tempnet.command import COMMAND_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +159,8 @@ def where_to_browse(uri: str, experiment_id: str | None) -> str:
     page = f"/#/experiments/{experiment_id}/runs?{_RUNS_QUERY}" if experiment_id else ""
     if uri.startswith(("http://", "https://")):
         return f"  {uri.rstrip('/')}{page}"
-    command = f".venv/bin/mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri {shlex.quote(uri)}"
+    program = "mlflow" if COMMAND_VARIABLE in os.environ else ".venv/bin/mlflow"  # beside `tempnet`, or in a checkout
+    command = f"{program} server --host 127.0.0.1 --port 5000 --backend-store-uri {shlex.quote(uri)}"
     return f"  {command}\n  and open http://127.0.0.1:5000{page}"
 
 
