@@ -104,7 +104,7 @@ def measure_llama_overhead(scale: str, seed: int) -> dict[str, dict[str, float]]
     At small scale the base has one of the 32 layers, and random weights. Training is one step of the TempNet against the
     base's forward pass with the cross-entropy, which is what the base costs without a TempNet.
     """
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     from tempnet.models.causal_lm import TemperatureCausalLM
     from tempnet.softmax.config import TemperatureLossConfig
@@ -114,8 +114,8 @@ def measure_llama_overhead(scale: str, seed: int) -> dict[str, dict[str, float]]
     device = torch.device("cpu" if is_small or not torch.cuda.is_available() else "cuda")
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     with device:
-        base = AutoModelForCausalLM.from_config(LlamaConfig(num_hidden_layers=1 if is_small else 32), dtype=dtype)
-    base = base.eval().requires_grad_(False)
+        base: Any = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1 if is_small else 32))
+    base = base.to(dtype=dtype).eval().requires_grad_(False)
     size, vocab_size = 64 if is_small else base.config.max_position_embeddings, base.config.vocab_size
     ids, targets = torch.randint(vocab_size, (2, 1, size), device=device)
     positions = torch.arange(size, device=device).expand(1, size)
