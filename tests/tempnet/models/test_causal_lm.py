@@ -117,6 +117,26 @@ def test_flex_attention_keeps_documents_apart_as_separate_runs_in_float64_do(
         assert max(part.numel() for part in mask.as_tuple() if isinstance(part, torch.Tensor)) <= 3 * 3 * 3
 
 
+class Sizes(TorchDispatchMode):
+    """Notes the largest number of elements of a tensor that is made inside the block."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for part in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(part, torch.Tensor):
+                self.largest = max(self.largest, part.untyped_storage().nbytes() // part.element_size())
+        return made
+
+
+def test_a_block_mask_needs_no_memory_that_grows_with_the_square_of_the_length() -> None:
+    positions = torch.arange(4096).expand(2, -1) % 1000
+    with Sizes() as sizes:
+        block_mask(positions)
+    assert sizes.largest == positions.numel()
+
+
 @pytest.mark.parametrize("num_tokens", [1, 128, 300, 1024])
 def test_a_block_mask_lists_what_the_dense_mask_allows(num_tokens: int) -> None:
     torch.manual_seed(num_tokens)
