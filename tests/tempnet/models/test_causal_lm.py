@@ -117,6 +117,24 @@ def test_flex_attention_keeps_documents_apart_as_separate_runs_in_float64_do(
         assert max(part.numel() for part in mask.as_tuple() if isinstance(part, torch.Tensor)) <= 3 * 3 * 3
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("attention", ["sdpa", FLEX])
+def test_on_a_gpu_the_host_waits_for_nothing_in_a_step(attention: str) -> None:
+    module = make_module(make_base(attention=attention, max_position_embeddings=512, hidden_size=64)).cuda()
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    ids, positions = (tensor.cuda() for tensor in packed(DOCUMENTS[0]))
+    num_targets = ids.numel()
+    for mode in ("default", "error"):  # what is compiled or allocated once is not counted
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            module(ids, positions, ids, num_targets=num_targets)["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 class Sizes(TorchDispatchMode):
     """Notes the largest number of elements of a tensor that is made inside the block."""
 
