@@ -21,8 +21,6 @@ import pytest
 import ray
 from ray.exceptions import ActorUnavailableError
 from ray.train.v2.api.exceptions import ControllerError
-from server_support import run_together
-from support import ROOT
 
 from jobs.engine import cluster, ray_failures, ray_private
 from jobs.engine.cluster import check_machine, ensure_token, private_directory, start_ray
@@ -190,19 +188,6 @@ def test_a_ray_that_is_slow_to_start_is_tried_again(num_failures: int, monkeypat
     assert [process.wait(timeout=10) for process in left] == [-signal.SIGKILL] * num_failures
 
 
-# Waits for a line, so that all processes are ready before any of them makes a token, and then says what it sees.
-SCRIPT = """
-import sys
-from pathlib import Path
-from jobs.engine.cluster import ensure_token
-
-print("ready", flush=True)
-sys.stdin.readline()
-ensure_token()
-print((Path.home() / ".ray" / "auth_token").read_text())
-"""
-
-
 @pytest.fixture
 def token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the place of the token of a user who has none."""
@@ -213,9 +198,20 @@ def token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_all_processes_that_start_at_once_have_the_same_token(token: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    seen = {printed.strip() for printed in run_together(SCRIPT, [[]] * 4, environment)}
-    assert seen == {token.read_text()}
+    context = multiprocessing.get_context("fork")
+    barrier, seen = context.Barrier(4, timeout=60), context.Queue()
+
+    def make() -> None:
+        barrier.wait()
+        ensure_token()
+        seen.put(token.read_text())
+
+    processes = [context.Process(target=make, daemon=True) for _ in range(4)]
+    for process in processes:
+        process.start()
+    assert {seen.get(timeout=60) for _ in processes} == {token.read_text()}
+    for process in processes:
+        process.join()
     assert len(bytes.fromhex(token.read_text())) == 32
     assert [path.name for path in token.parent.iterdir()] == ["auth_token"]
     assert stat.S_IMODE(token.stat().st_mode) == 0o600

@@ -16,7 +16,7 @@ from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 from ray.train import FailureConfig
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
-from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
+from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 from safetensors.torch import save_file
 
 from jobs.engine import failures, ray_failures
@@ -150,10 +150,6 @@ def test_a_small_file_outlives_a_full_disk(small_disk: Callable[[int], Path]) ->
         write_json(uri, {"step": "2" * (2 << 20)})
     assert read_json(uri) == {"step": 1}
     assert [file.name for file in full_disk.iterdir()] == ["outcome.json"]
-
-
-def failed(*errors: Exception) -> list[TrainingFailedError]:
-    return [*(group_error(_0=RuntimeError("peer"), _1=error) for error in errors), *map(ControllerError, errors)]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ESTALE, errno.ENOTDIR])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from jobs.engine.config import TrainingConfig
-from jobs.engine.export import configuration_from, model_digest, read_task, tempnet_digest, write_task
+from jobs.engine.export import configuration_from, model_digest, read_task, tempnet_digest
 from jobs.engine.fields import absolute_path, resolve_fields
 from jobs.engine.identity import configuration_hash, differences, fixed_values, flatten, with_fields
 from jobs.tasks.presets.language_models import PRESETS
@@ -27,6 +27,11 @@ def test_a_run_is_identified_by_what_changes_its_result() -> None:
     other = with_fields(config, {"optimizer.learning_rate_base": 1e-3})
     assert configuration_hash(other) != configuration_hash(config)
     assert differences(fixed_values(config), fixed_values(other)) == ["optimizer.learning_rate_base: 0.002 → 0.001"]
+    # A field that was added later counts only where it differs from what runs did before.
+    assert "temperature.input" not in fixed_values(config)
+    changed = with_fields(config, {"temperature.input": "hidden"})
+    assert fixed_values(changed)["temperature.input"] == "hidden"
+    assert configuration_hash(changed) != configuration_hash(config)
 
 
 def test_a_precision_that_is_left_to_the_machine_is_the_one_that_it_chooses(
@@ -48,14 +53,6 @@ def test_a_precision_that_is_left_to_the_machine_is_the_one_that_it_chooses(
 
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     assert PRESETS["gpt2-scratch-small"]().workers.resolved_precision == "bf16"
-
-
-def test_a_field_that_was_added_later_identifies_a_run_only_where_it_differs_from_what_runs_did_before() -> None:
-    config = PRESETS["gpt2-scratch-small"]()
-    assert "temperature.input" not in fixed_values(config)
-    changed = with_fields(config, {"temperature.input": "hidden"})
-    assert fixed_values(changed)["temperature.input"] == "hidden"
-    assert configuration_hash(changed) != configuration_hash(config)
 
 
 def test_only_what_exists_here_becomes_absolute(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,14 +95,6 @@ def test_configuration_and_weights_of_a_network_both_count() -> None:
     network.set_tau_max_eval(None)
     network.pool_bias.data += 1e-3
     assert tempnet_digest(network) != before
-
-
-def test_a_password_is_not_recorded(tmp_path: Path) -> None:
-    values = {"run.storage": str(tmp_path), "tracking.uri": "http://user:secret@host"}
-    config = with_fields(PRESETS["gpt2-scratch"](), values)
-    Path(config.run.directory).mkdir()
-    write_task(config)
-    assert "secret" not in (tmp_path / "gpt2-scratch" / "task.json").read_text()
 
 
 def test_what_is_no_record_is_refused(tmp_path: Path) -> None:

@@ -152,8 +152,8 @@ def test_a_run_is_the_plain_loop_of_pytorch(site: Site, undisturbed: dict[str, A
     assert reported[1]["loss"] == pytest.approx(steps[6][0], abs=1e-6)
     assert reported[-1]["accuracy"] == undisturbed["validation"]["accuracy"]
     assert (undisturbed["resumed_from_step"], undisturbed["stopped"]) == (0, "")
-    checkpoints = sorted(path.name for path in site.run("undisturbed").glob("checkpoint-*"))
-    assert [name for name in checkpoints if name[11:].isdigit()] == ["checkpoint-00000008", "checkpoint-00000012"]
+    checkpoints = sorted(path.name for path in site.run("undisturbed").glob("checkpoint-*[0-9]"))
+    assert checkpoints == ["checkpoint-00000008", "checkpoint-00000012"]
 
 
 def repeat_requests(rank: int, num_processes: int) -> None:
@@ -174,7 +174,7 @@ def test_two_processes_train_what_one_does_under_every_stage_of_zero(
     assert outcome["validation"] == pytest.approx(undisturbed["validation"], abs=1e-5)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("num_after", [1, 2])
 def test_an_interrupted_run_goes_on_with_the_same_or_another_number_of_processes(
     site: Site, undisturbed: dict[str, Any], stage: int, num_after: int
@@ -205,13 +205,15 @@ def test_a_request_to_save_is_answered_once_and_the_run_goes_on(site: Site, undi
 def test_a_process_that_is_killed_costs_the_steps_since_the_last_checkpoint(
     site: Site, undisturbed: dict[str, Any]
 ) -> None:
-    sections = {"run": {"checkpoint_every": 2}, "workers": {"num_workers": 2, "zero_stage": 2}}
+    run = {"checkpoint_every": 2, "num_checkpoints_kept": 5}
+    sections = {"run": run, "workers": {"num_workers": 2, "zero_stage": 2}}
     make = partial(make_plan, str(site.directory), "killed", sections)
     with processes(2) as call, pytest.raises((EOFError, AssertionError, ConnectionResetError)):
         call(kill_itself, make, f"{site.directory}/killed", 7)
     outcome = site.train("killed", 2, **sections)
     assert outcome["resumed_from_step"] == 6
     assert_same(site, "killed", tolerance=1e-6)
+    assert sorted(int(path.name[11:]) for path in site.run("killed").glob("checkpoint-*[0-9]")) == [4, 6, 8, 10, 12]
 
 
 @dataclass
@@ -259,11 +261,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_its_batch(site: Site) 
     assert find_damage(str(site.run("explodes") / f"checkpoint-{step - 1:08d}")) == ""
 
 
-def test_as_many_checkpoints_are_kept_as_are_wanted(site: Site) -> None:
-    site.train("kept", run={"checkpoint_every": 3, "num_checkpoints_kept": 5})
-    assert sorted(int(path.name[11:]) for path in site.run("kept").glob("checkpoint-*[0-9]")) == [3, 6, 9, 12]
-
-
 @dataclass(frozen=True)
 class StopAt:
     """Ends a run at the first validation of a step."""
@@ -293,8 +290,3 @@ def test_a_run_starts_from_a_step_of_another_with_its_own_learning_rates(
     assert steps[9] == pytest.approx(expected[9], abs=1e-6)
     assert steps[12][0] != pytest.approx(expected[12][0], abs=1e-6)
     assert {step: digest for step, (_, digest) in steps.items()} == {step: expected[step][1] for step in steps}
-
-
-def test_the_state_names_what_a_restart_needs(site: Site, undisturbed: dict[str, Any]) -> None:
-    state = json.loads((site.run("undisturbed") / f"checkpoint-{NUM_STEPS:08d}" / "state.json").read_text())
-    assert (state["step"], state["world_size"], state["num_units"]) == (NUM_STEPS, 1, 64 * NUM_STEPS)

@@ -17,6 +17,7 @@ from mlflow import MlflowClient
 from jobs.engine.command_line import fail, run_job
 from jobs.engine.config import RunSection, TrackingSection
 from jobs.engine.description import describe_plan
+from jobs.engine.export import write_task
 from jobs.engine.identity import flatten
 from jobs.engine.launch import claim_directory
 from jobs.engine.masking import masked
@@ -173,7 +174,9 @@ def test_what_is_recorded(mlflow_uri: str, tmp_path: Path) -> None:
     assert written.count("http://***@h") == 4
     for password in (SECRET, f"{SECRET}-renewed"):  # which does not make it another run
         data = dataclasses.replace(config.data, train=f"s3://me:{password}@bucket/x")
-        claim_directory(dataclasses.replace(config, data=data, run=dataclasses.replace(run, name="claimed")))
+        claimed = dataclasses.replace(config, data=data, run=dataclasses.replace(run, name="claimed"))
+        claim_directory(claimed)
+        write_task(claimed)
     for file in tmp_path.rglob("*"):
         assert not file.is_file() or SECRET.encode() not in file.read_bytes(), file
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import tiny_config, write_corpus
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from tempnet.weights import WeightFiles
-from tests.local_training import Call, history, train_plan
+from tests.local_training import Call
 
 SIZES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
@@ -118,53 +115,3 @@ def test_weights_have_their_parameters_or_none_is_divided(tmp_path: Path) -> Non
     (directory / "model.safetensors.index.json").write_text("{")
     with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json is damaged: it must map names of weights"):
         WeightFiles.find(directory)
-
-
-def largest_preset(home: Path, name: str, zero_stage: int) -> Any:
-    """Return the plan of `llama2-chat-70b-frozen` but for sizes, data and the eight GPUs."""
-    from jobs.tasks.language_model.models import find_divisible_base
-    from jobs.tasks.language_model.plan import make_plan
-    from jobs.tasks.presets.language_models import PRESETS
-
-    preset = PRESETS["llama2-chat-70b-frozen"]()
-    assert preset.workers.zero_stage == 3
-    small = tiny_config(
-        home / "corpus", home / "runs", name, run={"num_steps": 8, "checkpoint_every": 4, "log_every": 2},
-        validation={"every": 4, "num_blocks": 8, "num_oracle_tokens": 64},
-    )  # fmt: skip
-    config = replace(
-        preset,
-        run=small.run,
-        data=small.data,
-        model=replace(preset.model, path=str(home / "llama")),
-        temperature=replace(preset.temperature, rho=1.0, hidden_size=32, num_prototypes=16),
-        workers=replace(
-            preset.workers, num_workers=2, use_gpu=False, precision="fp32", num_threads=1, zero_stage=zero_stage
-        ),
-        validation=small.validation,
-        tracking=replace(preset.tracking, enabled=False),
-    )
-    assert (find_divisible_base(config) is None) == (zero_stage == 0)
-    return make_plan(config)
-
-
-def test_the_largest_preset_trains_on_a_divided_base_what_it_does_on_a_whole_one(
-    tmp_path: Path, together: Call
-) -> None:
-    write_corpus(tmp_path / "corpus")
-    save_model("llama", tmp_path / "llama", vocab_size=512, max_shard_size="100KB")
-    assert len(list((tmp_path / "llama").glob("*.safetensors"))) > 2
-
-    def train(name: str, zero_stage: int) -> Any:
-        make = partial(largest_preset, tmp_path, name, zero_stage)
-        return together(train_plan, make, str(tmp_path / name), {})[0]
-
-    whole, divided = train("whole", 0), train("divided", 3)
-    steps = history(tmp_path / "whole")
-    assert len({loss for loss, _ in steps.values()}) > 1
-    assert history(tmp_path / "divided") == {
-        step: (pytest.approx(loss, abs=1e-6), key) for step, (loss, key) in steps.items()
-    }
-    assert divided["validation"]["cross_entropy_tau"] == pytest.approx(
-        whole["validation"]["cross_entropy_tau"], abs=1e-6
-    )

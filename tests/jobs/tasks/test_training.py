@@ -288,6 +288,7 @@ def test_a_language_model_is_exported_for_transformers_and_scores_what_was_valid
 def test_a_frozen_base_is_named_not_copied_and_stays_as_it_was(site: Site) -> None:
     from transformers import AutoModelForCausalLM
 
+    from jobs.tasks.language_model.models import find_divisible_base
     from jobs.tasks.language_model.plan import LanguageModelPlan
     from pipelines.storage import write_json
     from tempnet.base_model import BASE_FILE, BaseReference, base_digest, read_reference
@@ -295,6 +296,11 @@ def test_a_frozen_base_is_named_not_copied_and_stays_as_it_was(site: Site) -> No
 
     outcome, base = site.alone("frozen"), site.alone("lm")["export"]
     run = Path(outcome["directory"])
+    # Under ZeRO 3 no process loads the base whole, and it predicts what its own run has validated.
+    plan: LanguageModelPlan = CASES["frozen"][0](site.home, "frozen-1", CASES["frozen"][1])
+    assert find_divisible_base(plan.config) is not None
+    cross_entropies = [found["validation"]["cross_entropy"] for found in (outcome, site.alone("lm"))]
+    assert cross_entropies[0] == pytest.approx(cross_entropies[1], abs=1e-5)
     calibration = json.loads((run / "calibration.json").read_text())
     assert calibration["tau_mean"] == pytest.approx(0.85, abs=1e-3)
     assert outcome["rho"] == calibration["rho"] == load_tempnet(outcome["export"]).config.rho
@@ -308,7 +314,6 @@ def test_a_frozen_base_is_named_not_copied_and_stays_as_it_was(site: Site) -> No
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     # A run that is continued keeps the ρ that it began with, and refuses another base.
-    plan: LanguageModelPlan = CASES["frozen"][0](site.home, "frozen-1", CASES["frozen"][1])
     write_json(f"{run}/calibration.json", calibration | {"rho": 1.25})
     assert plan.prepare().outcome["rho"] == 1.25
     write_json(f"{run}/{BASE_FILE}", {"path": base, "digest": "another"})
