@@ -1,5 +1,7 @@
 """Train without Ray for tests: in processes that are started once, connected by gloo, and called with functions.
 
+They are forks of a process that has imported what takes seconds.
+
 with processes(2) as call:
     first, second = call(function, *arguments)  # function(rank, num_processes, *arguments) in both processes
 """
@@ -16,9 +18,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -96,7 +100,12 @@ class Asking:
 @contextmanager
 def processes(num_processes: int) -> Iterator[Call]:
     """Start processes connected by gloo; yield `call(function, *arguments)`, which returns their results in order."""
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["jobs.engine.loop", "jobs.engine.recording", "transformers.models.auto.modeling_auto"]
+    )
+    with patch.dict(os.environ, DS_ACCELERATOR="cpu"):  # which DeepSpeed reads when it is imported
+        forkserver.ensure_running()
     with tempfile.TemporaryDirectory() as directory:
         pipes, started = [], []
         for rank in range(num_processes):
