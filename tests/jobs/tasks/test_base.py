@@ -6,16 +6,14 @@ import io
 import logging
 import re
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.engine.config import RunSection, TrainingConfig
-from jobs.engine.fields import PATH
-from jobs.tasks.base import GIB, cache_bytes, resolve_paths
+from jobs.tasks.base import GIB, cache_bytes
 from jobs.tasks.language_model.data import (
     TRAINING_TEXT_FILE,
     read_training_text,
@@ -24,27 +22,6 @@ from jobs.tasks.language_model.data import (
 )
 from pipelines.archives import list_archives
 from pipelines.plan import StreamPlan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NumbersSection:
-    file: str = field(metadata=PATH)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NumbersConfig(TrainingConfig):
-    data: NumbersSection
-
-
-def test_paths_are_resolved_for_a_configuration_without_a_tokenizer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("TEMPNET_HOME", raising=False)
-    (tmp_path / "numbers.txt").touch()
-    found = resolve_paths(NumbersConfig(run=RunSection(name="numbers"), data=NumbersSection(file="numbers.txt")))
-    assert found.data.file == str(tmp_path / "numbers.txt")
-    assert found.run.storage == str(tmp_path / "runs")
 
 
 @dataclass
@@ -63,6 +40,8 @@ def test_a_cache_that_holds_a_window_is_used(capsys: pytest.CaptureFixture[str])
     assert size(Data(cache_gib=3, shuffle_window=1000), num_shards=3) == 3 * GIB
     assert size(Data(cache_gib=0)) == size(Data(cache_gib=0.1), shard=0) == 0
     assert not capsys.readouterr().out
+    plan = StreamPlan(shard_sizes=(10, 10, 10, 10, 10), seed=0, window_size=10)
+    assert [plan.cache_need([1, 2, 3, 4, largest]) for largest in (50, 5)] == [50, 5]
 
 
 def test_a_cache_that_is_too_small_is_reported_and_not_used(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,12 +60,6 @@ def test_a_cache_of_the_size_that_the_warning_names_is_used(shard: int) -> None:
         assert size(Data(cache_gib=1e-12), shard=shard) == 0
     (named,) = re.findall(r"set data.cache_gib to (\S+) or more", said.getvalue())
     assert size(Data(cache_gib=float(named)), shard=shard) >= 2 * shard
-
-
-def test_the_need_is_that_of_the_largest_window() -> None:
-    plan = StreamPlan(shard_sizes=(10, 10, 10, 10, 10), seed=0, window_size=10)
-    assert plan.cache_need([1, 2, 3, 4, 50]) == 50
-    assert plan.cache_need([1, 2, 3, 4, 5]) == 5
 
 
 @pytest.fixture

@@ -49,7 +49,6 @@ def save_model(
 
 @pytest.fixture
 def config(tmp_path: Path) -> LanguageModelConfig:
-    """Return the configuration of a run on the saved model in `model`."""
     return LanguageModelConfig(
         run=RunSection(name="own", storage=str(tmp_path)),
         data=DataSection(train="unused", validation="unused", context_length=32),

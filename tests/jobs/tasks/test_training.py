@@ -6,6 +6,7 @@ What the loop does for every task alike is proved in tests/jobs/engine/test_loop
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -198,6 +199,16 @@ def test_two_processes_train_what_one_does_and_an_interrupted_run_goes_on(site: 
     site.assert_same(f"{case}-3", f"{case}-1", tolerance=1e-5)
 
 
+def test_dropout_after_an_interruption_is_what_it_would_have_been(site: Site) -> None:
+    dropout = {"model": {"dropout": 0.3}}
+    site.train(classifier, "dropout", **dropout)
+    assert "interrupted" in site.train(classifier, "dropped", stop=True, **dropout)
+    site.train(classifier, "dropped", **dropout)
+    site.assert_same("dropped", "dropout", tolerance=1e-6)
+    site.alone("classifier")
+    assert history(site.home / "dropped")[1] != history(site.home / "classifier-1")[1]
+
+
 @pytest.mark.long  # inductor compiles for minutes; tests/tempnet/models/test_compiled.py shows the graphs without it
 def test_compiled_blocks_train_what_eager_ones_do(site: Site) -> None:
     alone = site.alone("lm")
@@ -228,6 +239,10 @@ def test_a_run_leaves_its_report_and_its_figures(site: Site, case: str) -> None:
         "configuration.json",
     } | pages.get(case, {"histogram.png"})
     assert json.loads((report / "outcome.json").read_text())["validation"].keys() == outcome["validation"].keys()
+    summary = (report / "summary.txt").read_text()
+    if pages.get(case):
+        assert f"{math.exp(outcome['validation']['cross_entropy']):.2f}" in summary
+        assert ("regret" in summary) == ("ρ" in summary) == (case in ("lm", "frozen"))
     if case in ("classifier", "supcon", "distil", "finetune"):  # they learn no temperatures
         return
     figures = outcome["rivals"]
@@ -237,7 +252,7 @@ def test_a_run_leaves_its_report_and_its_figures(site: Site, case: str) -> None:
         assert outcome["judged_on"] == "training"  # where its temperatures are
     if pages.get(case):
         assert figures["cross_entropy/loss"] == pytest.approx(outcome["validation"]["cross_entropy_tau"])
-    assert outcome["temperature_verdict"] in (report / "summary.txt").read_text()
+    assert outcome["temperature_verdict"] in summary
     if case != "clip-isogclr":  # it learns τ of the samples, without a network
         card = ModelCard.load(Path(outcome["export"]) / "README.md")
         assert card.data.library_name == "tempnet"
@@ -299,8 +314,11 @@ def test_a_frozen_base_is_named_not_copied_and_stays_as_it_was(site: Site) -> No
     # Under ZeRO 3 no process loads the base whole, and it predicts what its own run has validated.
     plan: LanguageModelPlan = CASES["frozen"][0](site.home, "frozen-1", CASES["frozen"][1])
     assert find_divisible_base(plan.config) is not None
-    cross_entropies = [found["validation"]["cross_entropy"] for found in (outcome, site.alone("lm"))]
-    assert cross_entropies[0] == pytest.approx(cross_entropies[1], abs=1e-5)
+    passages = [
+        found["passage"] for found in (outcome, site.alone("lm"))
+    ]  # of which the first has no ends of documents
+    ours, theirs = ([h for h, token in zip(p["entropy"], p["token"], strict=True) if token][:40] for p in passages)
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
     calibration = json.loads((run / "calibration.json").read_text())
     assert calibration["tau_mean"] == pytest.approx(0.85, abs=1e-3)
     assert outcome["rho"] == calibration["rho"] == load_tempnet(outcome["export"]).config.rho
@@ -379,8 +397,8 @@ def test_of_dual_encoders_the_best_model_is_exported(site: Site) -> None:
     assert cross_entropy(image, text, owners, tau) == pytest.approx(best["cross_entropy_tau"], rel=1e-4)
 
 
-def test_a_sentence_encoder_is_exported_for_transformers(site: Site) -> None:
-    from transformers import AutoModel, AutoTokenizer
+def test_sentence_encoders_and_classifiers_are_exported_for_transformers(site: Site) -> None:
+    from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
     from tempnet import TempNet
     from tempnet.models.sentence_encoder import SentenceEncoder
@@ -395,11 +413,6 @@ def test_a_sentence_encoder_is_exported_for_transformers(site: Site) -> None:
         found = SentenceEncoder.from_pretrained(export)(tokens["input_ids"], tokens["attention_mask"])
         torch.testing.assert_close(found, (hidden * mask).sum(1) / mask.sum(1))
     assert TempNet.from_pretrained(export / PAIRED_DIRECTORY).config.input_size == 16
-
-
-def test_a_classifier_is_exported_for_transformers(site: Site) -> None:
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
     export = Path(site.alone("classifier")["export"])
     model = AutoModelForSequenceClassification.from_pretrained(export)
     assert model.config.id2label == {0: "neg", 1: "pos"}
@@ -407,19 +420,9 @@ def test_a_classifier_is_exported_for_transformers(site: Site) -> None:
     assert load_file(export / "model.safetensors").keys() == dict(model.named_parameters()).keys()
 
 
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"optimizer": {"batch_size": 128}}, r"optimizer\.batch_size = 128 is more than the 100 pairs"),
-        ({"temperature": {"rho": 4.6}}, r"temperature\.rho = 4\.6 is not below log\(N − 1\) = 4\.5951"),
-        ({"temperature": {"num_prototypes": 101}}, r"temperature\.num_prototypes = 101 is more than the 100"),
-    ],
-)
-def test_what_the_pairs_are_too_few_for_is_refused(
-    site: Site, sections: dict[str, dict[str, Any]], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        dual_encoder(site.home, "large", sections).prepare()
+def test_what_the_pairs_are_too_few_for_is_refused(site: Site) -> None:
+    with pytest.raises(ValueError, match=r"temperature\.rho = 4\.6 is not below log\(N − 1\) = 4\.5951"):
+        dual_encoder(site.home, "large", {"temperature": {"rho": 4.6}}).prepare()
 
 
 def test_a_student_learns_from_its_teacher_and_a_finetuned_model_from_where_it_began(site: Site) -> None:

@@ -1,7 +1,9 @@
-"""Test that the figures of a validation or a step are those of all tokens, pairs or spans, however they are divided."""
+"""Test that the figures of a validation or a step are those of all tokens, pairs or spans, and the page of the tokens."""
 
 from __future__ import annotations
 
+import html
+import re
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from scipy.stats import spearmanr
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from jobs.tasks.dual_encoder.validation import HeldOut, one_temperature
+from jobs.tasks.language_model.report import coloured_page
 from jobs.tasks.language_model.validation import ValidationPart, validate
 from jobs.tasks.sentence_encoder.task import SpanStatistics
 from pipelines.text.packing import IGNORE_INDEX
@@ -68,7 +71,6 @@ def validated(
 
 @torch.no_grad()
 def predictions(arrays: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the logits, the targets and the temperatures of all tokens that have a target."""
     module, is_valid = make_module(), torch.from_numpy(arrays["targets"] != IGNORE_INDEX)
     logits = module.logits(torch.from_numpy(arrays["input_ids"]), torch.from_numpy(arrays["position_ids"]))[is_valid]
     assert module.tempnet is not None
@@ -76,17 +78,8 @@ def predictions(arrays: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.Tens
 
 
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("micro_batch_size", [3, NUM_BLOCKS])
-def test_the_rank_correlation_is_that_of_all_tokens(micro_batch_size: int) -> None:
-    scores, _ = validated(blocks(), micro_batch_size)
-    logits, _, tau = predictions(blocks())
-    entropy = torch.distributions.Categorical(logits=logits.double()).entropy()
-    assert scores["tau_entropy_spearman"] == pytest.approx(float(spearmanr(tau, entropy).statistic), abs=1e-4)
-
-
-@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("micro_batch_size", [1, 3])
-def test_rivals_and_regret_are_those_of_all_tokens_by_document(micro_batch_size: int) -> None:
+def test_correlation_rivals_and_regret_are_those_of_all_tokens_by_document(micro_batch_size: int) -> None:
     """The reference has the logits of all tokens; profiles interpolate between temperatures."""
     arrays = blocks()
     scores, details = validated(arrays, micro_batch_size, num_oracle_tokens=5, with_details=True)
@@ -94,6 +87,8 @@ def test_rivals_and_regret_are_those_of_all_tokens_by_document(micro_batch_size:
     assert details["judged_by"] == "robust"
     found, is_valid = details["rivals"], arrays["targets"] != IGNORE_INDEX
     logits, targets, tau = predictions(arrays)
+    entropy = torch.distributions.Categorical(logits=logits.double()).entropy()
+    assert scores["tau_entropy_spearman"] == pytest.approx(float(spearmanr(tau, entropy).statistic), abs=1e-4)
     documents = torch.from_numpy(arrays["documents"][is_valid])
     assert (found["num_tokens"], found["num_documents"]) == (is_valid.sum(), len(documents.unique()))
 
@@ -177,3 +172,34 @@ def test_a_sentence_encoders_step_leaves_out_what_it_has_not() -> None:
     assert summary("clip", [None, None], 2.5).keys() == {"share_crowded", "mlm_loss"}
     free = summary("temperature_free", [torch.ones(2, 2), torch.ones(2, 2)], None)
     assert free == {"share_crowded": pytest.approx(1 / 8)}
+
+
+def spans(page: str) -> list[tuple[str, ...]]:
+    found = re.findall(r'<span\b[^>]*?style="([^"]*)"[^>]*?title="([^"]*)"[^>]*>([^<]*)</span>', page)
+    return [tuple(map(html.unescape, values)) for values in found]
+
+
+def test_tokens_are_escaped_and_told_apart() -> None:
+    tokens, tau = ["<script>", " a&b", '"x"', " d"], [0.2, 0.8, 1.4, 1.4]
+    note = ' · likeliest at τ: " <b>" 75.0%'
+    page = coloured_page(title="T", sections={"<S>": (tokens, tau, [4.0, 3.0, 1.0, 1.0], [note, "", "", ""])})
+    assert "<script>" not in page
+    # A phone shows it in its width, and a tapped token, which takes the focus, shows its title.
+    assert '<meta name="viewport" content="width=device-width">' in page
+    assert page.count('<span tabindex="0"') == len(tokens)
+    assert ".text span:focus::after { content: attr(title)" in page
+    colours, titles, texts = zip(*spans(page), strict=True)
+    assert list(texts) == tokens
+    assert titles[0] == "τ 0.200 · entropy 4.00 nats at τ = 1" + note
+    assert len(set(colours)) == 3
+    assert colours[2] == colours[3]
+
+
+def test_a_constant_temperature_is_one_colour_and_tokens_of_a_character_one_span() -> None:
+    page = coloured_page(title="T", sections={"S": (["a", "", "–"], [1.0, 1.0, 1.0], [1.0, 2.0, 3.0], [""] * 3)})
+    assert [(title, text) for _, title, text in spans(page)] == [
+        ("τ 1.000 · entropy 1.00 nats at τ = 1", "a"),
+        ("τ 1.000, 1.000 · entropy 2.00, 3.00 nats at τ = 1", "–"),
+    ], "tokens of one character are one span"
+    assert len({colour for colour, _, _ in spans(page)}) == 1
+    coloured_page(title="T", sections={})
