@@ -37,7 +37,6 @@ def harness(brute: BruteForce, name: str, **changes: Any) -> TemperedLM:
 
 
 def write_tasks(directory: Path) -> Tasks:
-    """Write tiny files with the fields of the shipped example tasks, and return the tasks over them."""
     for name in ("arc_easy_test", "arc_challenge_test", "openbook_qa_test"):
         write_lines(directory / f"{name}.jsonl", QUESTIONS)
     write_lines(

@@ -71,14 +71,8 @@ def test_instructions_in_groups_of_their_verb(tmp_path: Path) -> None:
     assert read.groups == ["write", "explain"]
     reasons = {"not begun with a verb": 1, "not a record of Alpaca": 1}
     assert read.left_out == Counter({**reasons, "not begun with one of the 2 most frequent verbs": 1})
-
-
-@pytest.mark.parametrize(
-    ("instruction", "verb"),
-    [("Create", "create"), ("  can you please NAME two", "name"), ("How many?", ""), ("3 reasons", ""), ("Éclair", "")],
-)
-def test_the_first_word_is_the_verb_unless_it_cannot_be_one(instruction: str, verb: str) -> None:
-    assert first_verb(instruction) == verb
+    words = {"Create": "create", "  can you please NAME two": "name", "How many?": "", "3 reasons": "", "Éclair": ""}
+    assert {instruction: first_verb(instruction) for instruction in words} == words
 
 
 def test_what_cannot_be_analysed_is_refused(tmp_path: Path) -> None:
@@ -120,7 +114,6 @@ def test_figures_of_ordered_groups_are_those_of_scipy() -> None:
     assert conclusion(values).endswith("300 records; left out: 2 x")
     shuffled = figures(Records([], names, Counter(), True), groups, rng.permutation(tau))
     assert conclusion(shuffled).startswith("no trend of τ can be seen")
-    assert table(values).count("\n") == 4
 
 
 def test_groups_without_order_are_listed_by_their_mean() -> None:
@@ -134,7 +127,6 @@ def test_groups_without_order_are_listed_by_their_mean() -> None:
 
 
 def write_outcome(run: Path, rows: dict[int, dict[str, float]], **others: Any) -> str:
-    """Write the part of a run's outcome that the analyses read, and return the directory of the run."""
     run.mkdir(parents=True)
     validations = [{"step": step, "scores": scores} for step, scores in rows.items()]
     outcome = {"validations": validations, "mlflow_run_id": f"id-{run.name}", **others}

@@ -14,9 +14,8 @@ from clip_support import CLASSES, SIDE, make_dual_encoder, make_image, png, writ
 
 from jobs.scoring.dual_encoders.config import EvaluateClipConfig
 from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, Embeddings, ImageSet, encoding_units, read_images
-from jobs.scoring.dual_encoders.evaluate import retrieval_sources, zero_shot_set
+from jobs.scoring.dual_encoders.evaluate import zero_shot_set
 from jobs.scoring.dual_encoders.zero_shot import ClassFolders, prompts, read_class_names, read_templates
-from pipelines.images.captions import CaptionFile
 from pipelines.problems import TooManyProblemsError
 
 
@@ -49,17 +48,6 @@ def test_units_are_found_again_where_nothing_has_changed(model: str, tmp_path: P
         (tmp_path / "copy" / "text_encoder" / "tokenizer.json").read_text() + " "
     )
     assert not set(keys(str(tmp_path / "copy"))) & set(first)
-
-
-def test_a_retrieval_set_takes_several_splits_or_all(tmp_path: Path) -> None:
-    names = ["train", "restval", "test"]
-    images = [{"filename": name, "split": name, "sentences": [{"raw": name}]} for name in names]
-    file = tmp_path / "karpathy.json"
-    file.write_text(json.dumps({"images": images}))
-    for splits, expected in ((("r=train,restval",), names[:2]), ((), names)):
-        config = EvaluateClipConfig(models=("m",), retrieval=("r=x",), captions=(f"r={file}",), splits=splits)
-        source = retrieval_sources(config)["r"]
-        assert set(CaptionFile.load(source.captions, source.splits).captions) == set(expected)
 
 
 def test_templates_may_be_one_for_all_sets_or_one_a_set() -> None:

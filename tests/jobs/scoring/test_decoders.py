@@ -20,7 +20,6 @@ from jobs.scoring.decoders.bench import (
     BenchSettings,
     BenchWorker,
     Comparison,
-    TextUnit,
     measure_prompts,
     published_rules,
     run_bench,
@@ -62,12 +61,11 @@ def settings(gpt2: Path, text: Path) -> BenchSettings:
 @pytest.fixture(scope="module", autouse=True)
 def few_rules() -> Iterator[None]:
     """Leave each decoder one or two candidates, which is enough to test the bench and takes a tenth of the time."""
-    patch = pytest.MonkeyPatch()
     few = {name: family[:2] for name, family in published_rules().items()}
-    patch.setattr("jobs.scoring.decoders.bench.published_rules", lambda: few)
-    patch.setattr("jobs.scoring.decoders.model.SCALES", (0.7, 1.0))
-    yield
-    patch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jobs.scoring.decoders.bench.published_rules", lambda: few)
+        patch.setattr("jobs.scoring.decoders.model.SCALES", (0.7, 1.0))
+        yield
 
 
 def bench(settings: BenchSettings) -> Comparison:
@@ -129,19 +127,21 @@ def test_every_decoder_has_its_place_and_every_learned_one_its_controls(comparis
         assert shift.tau == pytest.approx(pool.pool.mean().item(), rel=1e-5)
 
 
-def turned_round(settings: BenchSettings, *places: int) -> BenchSettings:
-    """Return settings with the documents and prompts of some places turned round; even places choose, odd ones report."""
+def test_the_reporting_half_changes_no_choice_and_nothing_learned(
+    settings: BenchSettings, comparison: Comparison
+) -> None:
+    """Documents and prompts at odd places report, so a bench in which these are turned round makes the same choices."""
     documents, prompts = (
-        tuple(ids[::-1] if place in places else ids for place, ids in enumerate(texts))
+        tuple(ids[::-1] if place % 2 else ids for place, ids in enumerate(texts))
         for texts in (settings.documents, settings.prompts)
     )
-    return replace(settings, documents=documents, prompts=prompts)
-
-
-def test_the_reporting_half_changes_no_choice(settings: BenchSettings, comparison: Comparison) -> None:
-    other = bench(turned_round(settings, *range(1, len(settings.documents), 2)))
+    other = bench(replace(settings, documents=documents, prompts=prompts))
+    logits, hidden = torch.randn(5, VOCABULARY), torch.randn(5, 32)
     for ours, theirs in ((comparison.for_text, other.for_text), (comparison.for_prompts, other.for_prompts)):
         assert {name: rule.label for name, rule in ours.items()} == {name: rule.label for name, rule in theirs.items()}
+        for name in LEARNED:
+            found = ours[name].log_probabilities(logits, hidden)
+            assert found.equal(theirs[name].log_probabilities(logits, hidden)), name
     assert comparison.sums.loss(ONE).mean != other.sums.loss(ONE).mean
     assert comparison.prompts[ONE].log_probability.mean != other.prompts[ONE].log_probability.mean
 
@@ -182,7 +182,6 @@ def test_the_frontier_is_what_no_point_exceeds() -> None:
 
 
 def test_figures_of_prompts_with_a_verifier() -> None:
-    """Answers are the first token, and even ones are correct."""
     rng = np.random.default_rng(0)
     texts = [[SampledText(rng.integers(0, 4, size=3).tolist(), 3, -6.0) for _ in range(8)] for _ in range(5)]
 
@@ -222,17 +221,3 @@ def test_answers_of_gsm8k_are_cut_at_stop_strings_and_checked(gpt2: Path, text: 
         tokens = tokenizer(written).input_ids
         assert verify(0, SampledText(tokens, len(tokens), 0.0)) == expected
     assert make_verifier(config(gpt2, text), [], tokenizer) is None
-
-
-def test_learned_decoders_are_trained_on_the_choosing_half_alone(settings: BenchSettings) -> None:
-    logits, hidden = torch.randn(5, VOCABULARY), torch.randn(5, 32)
-    found = []
-    for changed in ((), (0,), (1,)):
-        families, _ = BenchWorker(turned_round(settings, *changed)).do(TextUnit())
-        found.append(
-            {name: families[name][-1].log_probabilities(logits, hidden) for name in (ROBUST, PROPER, AUTODECO)}
-        )
-    unchanged, choosing, reporting = found
-    for name, before in unchanged.items():
-        assert before.equal(reporting[name]), name
-        assert not before.equal(choosing[name]), name

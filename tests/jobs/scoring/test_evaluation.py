@@ -31,24 +31,20 @@ from jobs.scoring.models import model_labels
 from tests.jobs.scoring.evaluation_cases import EXAMPLES, TEMPERATURES, harness, scores, write_tasks
 
 
-def test_temperatures_are_read() -> None:
-    texts = ("one", "fixed:0.70", "tempnet", "tempnet:1.5")
-    found = [Temperature.parse(text) for text in texts]
-    assert [one.name for one in found] == ["one", "fixed:0.7", "tempnet", "tempnet:1.5"]
-    assert [one.value for one in found] == [1.0, 0.7, None, 1.5]
-    assert [one.needs_tempnet for one in found] == [False, False, True, True]
+def test_temperatures_are_read_and_others_refused() -> None:
+    found = [Temperature.parse(text) for text in ("one", "fixed:0.70", "tempnet", "tempnet:1.5")]
+    assert [(one.name, one.value, one.needs_tempnet) for one in found] == [
+        ("one", 1.0, False), ("fixed:0.7", 0.7, False), ("tempnet", None, True), ("tempnet:1.5", 1.5, True)
+    ]  # fmt: skip
+    for text in ("fixed:0", "fixed", "fixed:x", "one:2", "hot", "tempnet:0", "fixed:inf"):
+        with pytest.raises(ValueError, match="none of: one, fixed:VALUE, tempnet, tempnet:TAU_MAX"):
+            Temperature.parse(text)
 
 
 def test_a_line_of_lambada_ends_at_a_line_feed_only(tmp_path: Path) -> None:
     text = "The temperature of a softmax \u2028 divides the logits"
     (tmp_path / "lambada.jsonl").write_text("\ufeff" + f'{{"text": "{text}"}}\n' * 3)
     assert read_lambada(str(tmp_path / "lambada.jsonl"), 0) == [(text.rsplit(maxsplit=1)[0], "logits")] * 3
-
-
-@pytest.mark.parametrize("text", ["fixed:0", "fixed", "fixed:x", "one:2", "hot", "tempnet:0", "fixed:inf"])
-def test_other_temperatures_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="none of: one, fixed:VALUE, tempnet, tempnet:TAU_MAX"):
-        Temperature.parse(text)
 
 
 def test_pages_and_words_are_those_of_the_harness() -> None:
@@ -111,7 +107,6 @@ def test_chunks_of_tokens_change_nothing(brute: BruteForce, monkeypatch: pytest.
     torch.testing.assert_close(divide_(logits, hidden, function), divided)
 
 
-@pytest.mark.parametrize("export", ["logits", "hidden", "both"], indirect=True)
 def test_lambada_scores_as_by_brute_force_and_greedy_answers_are_counted(brute: BruteForce, tmp_path: Path) -> None:
     pairs = read_lambada(write_lines(tmp_path / "lambada.jsonl", LAMBADA), 0)
     assert pairs[2:4] == [("judge my vow , sphinx of black", "quartz"), ("", "wizards")]

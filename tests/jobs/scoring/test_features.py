@@ -32,7 +32,6 @@ CPU = torch.device("cpu")
 
 
 def write_text(directory: Path, layout: PackingConfig) -> Manifest:
-    """Write a prepared text with shards of about five and three blocks."""
     generator = np.random.default_rng(0)
     shards = []
     directory.mkdir()
@@ -69,7 +68,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> LanguageModelConfig:
 
 @pytest.fixture(scope="module")
 def features(config: LanguageModelConfig) -> Iterator[Features]:
-    """Store the features of a small text in files of two blocks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(features_module, "FILE_BYTES", 2 * LENGTH * (2 * WIDTH + 4) + 16)
         layout = PackingConfig.for_tokenizer(load_tokenizer(config.tokenizer), LENGTH)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from jobs.engine.export import model_digest, tempnet_digest
-from jobs.generate import main
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.generation.formats import FORMATS
 from jobs.scoring.generation.gsm8k import extract_answer, gold_answer, majority_score
@@ -21,13 +21,6 @@ from jobs.scoring.generation.sampling import EffectiveVocabulary, Request, Sampl
 from tempnet import TempNet
 from tempnet.inference import can_fold, end_ids
 from tests.jobs.scoring.generation_support import PROMPTS, VOCABULARY, generate, read, write_prompts
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    with pytest.raises(SystemExit) as stopped:
-        main([str(argument) for argument in arguments])
-    assert stopped.value.code == 2
-    return capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -124,7 +117,9 @@ def test_seeded_draws_follow_the_softmax() -> None:
     assert recorder.entropies[0].tolist() == pytest.approx([1.6094379] * 2)
 
 
-def test_a_repeated_job_continues(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_repeated_job_continues(
+    gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: Callable[..., str]
+) -> None:
     prompts, output = write_prompts(tmp_path / "p.jsonl"), tmp_path / "out.jsonl"
     generate(gpt2, prompts, output, "--num-samples", "2", "--batch-size", "1")
     settings = json.loads((tmp_path / "out.jsonl.settings.json").read_text())["settings"]
@@ -141,12 +136,11 @@ def test_a_repeated_job_continues(gpt2: Path, tmp_path: Path, capsys: pytest.Cap
     assert output.read_bytes()[: len(whole)] == whole
     assert [(record["id"], record["sample"]) for record in read(output)[10:]] == [("p0", 2), ("p1", 2)]
     before = output.read_bytes()
-    arguments = ["--model", gpt2, "--prompts", prompts, "--output", output, "--max-new-tokens", "12"]
-    message = refused(capsys, *arguments, "--seed", "4", "--top-p", "0.5")
+    words = ["generate", "--model", gpt2, "--output", output, "--max-new-tokens", "12", "--prompts"]
+    message = refusal(*words, prompts, "--seed", "4", "--top-p", "0.5")
     assert "other settings (seed was 0, is 4; top_p was 1.0, is 0.5)" in message
     other = write_prompts(tmp_path / "other.jsonl", ["something else", *PROMPTS[1:]])
-    arguments[3] = other
-    assert "the text of id 'p0' belongs to another prompt" in refused(capsys, *arguments)
+    assert "the text of id 'p0' belongs to another prompt" in refusal(*words, other)
     assert output.read_bytes() == before
 
 
@@ -186,7 +180,9 @@ def test_a_stop_string_ends_its_own_text_only(gpt2: Path) -> None:
     assert ended_by_string > 3
 
 
-def test_alpaca_eval(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_alpaca_eval(
+    gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: Callable[..., str]
+) -> None:
     instructions = [{"instruction": prompt, "dataset": f"set {i}"} for i, prompt in enumerate(PROMPTS[:3])]
     (tmp_path / "in.json").write_text(json.dumps(instructions))
     output = tmp_path / "out.json"
@@ -217,8 +213,8 @@ def test_alpaca_eval(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     alone = [record["text"] for record in read(tmp_path / "alone.json.records.jsonl")]
     assert [record["text"] for record in read(tmp_path / "out-0.2.json.records.jsonl")] == alone
     assert page.read_text().count("τ = 0.2): ") == len(PROMPTS[:3])
-    assert "about 'mine', 'mine at 0.2': name it by --generator" in refused(
-        capsys, "--model", gpt2, "--prompts", tmp_path / "in.json", "--output", output, *options[:2], "--judged",
+    assert "about 'mine', 'mine at 0.2': name it by --generator" in refusal(
+        "generate", "--model", gpt2, "--prompts", tmp_path / "in.json", "--output", output, *options[:2], "--judged",
         tmp_path / "annotations.json", "--generator", "other", "--max-new-tokens", "12",
     )  # fmt: skip
 

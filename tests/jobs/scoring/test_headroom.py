@@ -45,7 +45,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def documents() -> list[np.ndarray]:
-    """Return documents from one token to several contexts."""
     rng = np.random.default_rng(0)
     return [rng.integers(1, VOCAB_SIZE, size=size).astype(np.int32) for size in (1, 40, 16, 0, 17, 5)]
 

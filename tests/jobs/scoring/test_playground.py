@@ -8,18 +8,23 @@ import json
 import os
 import queue
 import shlex
+import shutil
 import signal
 import socket
+import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import aiohttp
 import pytest
 import torch
 from readme_support import PYTHON, lines_like
+from support import wait_for
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from jobs.playground import main
@@ -28,7 +33,6 @@ from jobs.scoring.playground.config import PlaygroundConfig, Settings
 from jobs.scoring.playground.server import Playground, make_server
 from pipelines.text.tokenization import train_bpe
 from tempnet import TempNet, TempNetConfig
-from tests.jobs.browser_support import CHROMIUM, open_page
 
 QUERY = {"prompt": "the cat", "num_tokens": 12, "tau_max": 1.3, "constant": 0.6, "min_p": 0.3, "seed": 4}
 
@@ -66,7 +70,6 @@ def server(model: Path) -> Iterator[ThreadingHTTPServer]:
 
 
 def get(server: ThreadingHTTPServer, path: str, **headers: str) -> tuple[int, str, str]:
-    """Return status, content policy and body of a page."""
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=120)
     connection.request("GET", path, headers=headers)
     answer = connection.getresponse()
@@ -74,7 +77,6 @@ def get(server: ThreadingHTTPServer, path: str, **headers: str) -> tuple[int, st
 
 
 def events(server: ThreadingHTTPServer, **changes: Any) -> list[tuple[str, Any]]:
-    """Return the events of a generation, as (name, data)."""
     _, _, body = get(server, "/generate?" + urlencode(QUERY | changes))
     parts = [dict(line.split(": ", 1) for line in block.splitlines()) for block in body.split("\n\n") if block]
     return [(part["event"], json.loads(part["data"])) for part in parts]
@@ -179,6 +181,46 @@ def test_the_page_asks_nobody_else(server: ThreadingHTTPServer) -> None:
     assert get(server, "/about", Host="example.org")[0] == 403
 
 
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+Evaluate = Callable[[str], Awaitable[Any]]
+
+
+@asynccontextmanager
+async def open_page(url: str, profile: Path) -> AsyncIterator[Evaluate]:
+    """Open a page in headless Chromium with an empty profile; yield a function that returns the value of JavaScript."""
+    assert CHROMIUM is not None
+    command = [CHROMIUM, "--headless", "--disable-gpu", "--remote-debugging-port=0", f"--user-data-dir={profile}", url]
+    if os.getuid() == 0:
+        command.insert(1, "--no-sandbox")
+    browser, note = subprocess.Popen(command, stderr=subprocess.DEVNULL), profile / "DevToolsActivePort"
+    try:
+        wait_for(lambda: note.is_file() and "\n" in note.read_text(), seconds=60)
+        address = f"http://127.0.0.1:{note.read_text().splitlines()[0]}/json"
+        async with aiohttp.ClientSession() as session:
+            (page,) = [one for one in await (await session.get(address)).json() if one["type"] == "page"]
+            async with session.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=0) as socket:
+
+                async def run(script: str) -> Any:
+                    asked = {"expression": script, "awaitPromise": True, "returnByValue": True}
+                    await socket.send_json({"id": 1, "method": "Runtime.evaluate", "params": asked})
+                    answer = (await socket.receive_json(timeout=60))["result"]
+                    assert "exceptionDetails" not in answer, answer
+                    return answer["result"].get("value")
+
+                yield run
+    finally:
+        browser.terminate()
+        browser.wait(timeout=60)
+
+
+async def becomes_true(run: Evaluate, script: str) -> None:
+    async with asyncio.timeout(60):
+        while not await run(script):
+            await asyncio.sleep(0.1)
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_in_a_browser(server: ThreadingHTTPServer, tmp_path: Path) -> None:
     """Tokens appear one after the other, a hovered one shows what it was drawn from, and moving τ_max generates again."""
@@ -187,32 +229,28 @@ def test_in_a_browser(server: ThreadingHTTPServer, tmp_path: Path) -> None:
     has_ended = f"source === null && {taus}.length > 0"
 
     async def visit() -> None:
-        async with open_page(home, tmp_path / "profile") as page:
-            await page.wait_for("document.readyState === 'complete' && at('tau_max_value').textContent !== ''")
-            assert await page.run("document.querySelectorAll('#texts span').length") == 0
-            for field in ("prompt", "num_tokens", "constant", "min_p", "seed"):
-                await page.run(f"at('{field}').value = {json.dumps(QUERY[field])}")
-            await page.run("at('start').click()")
-            await page.wait_for(has_ended)
-            tau_max = float(await page.run("at('tau_max').value"))
-            streamed = [data["tempnet"] for name, data in events(server, tau_max=tau_max) if name == "tokens"]
-            assert await page.run(taus) == pytest.approx([token["tau"] for token in streamed], abs=1e-4)
-            assert await page.run("document.querySelectorAll('#texts section').length") == 3
-            assert f"{len(streamed)} tokens, mean τ " in await page.run("at('mean_tempnet').textContent")
-
-            await page.hover("#tempnet span")
-            hovered = await page.run(
-                "[...document.querySelectorAll('#hover td:nth-child(2)')].map(cell => Number(cell.textContent))"
+        async with open_page(home, tmp_path / "profile") as run:
+            await becomes_true(
+                run, "location.port && document.readyState === 'complete' && at('tau_max_value').textContent !== ''"
             )
-            assert hovered == pytest.approx([share for _, share in streamed[0]["alternatives"]], abs=1e-4)
-            if folder := os.environ.get("TEMPNET_SCREENSHOTS"):
-                await page.screenshot(Path(folder) / "playground.png")
-
-            await page.run("at('tau_max').value = 0.5; at('tau_max').dispatchEvent(new Event('change'))")
-            await page.wait_for(has_ended)
-            assert max(await page.run(taus)) <= 0.5
-            assert [url for url in page.requested if not url.startswith(home)] == []
-            assert sum("generate?" in url for url in page.requested) == 2
+            assert await run("document.querySelectorAll('#texts span').length") == 0
+            for field in ("prompt", "num_tokens", "constant", "min_p", "seed"):
+                await run(f"at('{field}').value = {json.dumps(QUERY[field])}")
+            await run("at('start').click()")
+            await becomes_true(run, has_ended)
+            tau_max = float(await run("at('tau_max').value"))
+            streamed = [data["tempnet"] for name, data in events(server, tau_max=tau_max) if name == "tokens"]
+            assert await run(taus) == pytest.approx([token["tau"] for token in streamed], abs=1e-4)
+            assert await run("document.querySelectorAll('#texts section').length") == 3
+            assert f"{len(streamed)} tokens, mean τ " in await run("at('mean_tempnet').textContent")
+            await run("document.querySelector('#tempnet span').dispatchEvent(new Event('mouseenter'))")
+            cells = "[...document.querySelectorAll('#hover td:nth-child(2)')].map(cell => Number(cell.textContent))"
+            assert await run(cells) == pytest.approx([share for _, share in streamed[0]["alternatives"]], abs=1e-4)
+            await run("at('tau_max').value = 0.5; at('tau_max').dispatchEvent(new Event('change'))")
+            await becomes_true(run, has_ended)
+            assert max(await run(taus)) <= 0.5
+            asked = await run("performance.getEntriesByType('resource').map(entry => entry.name)")
+            assert [url for url in asked if not url.startswith(home)] == []
 
     asyncio.run(visit())
 

@@ -10,8 +10,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from prediction_support import CONTEXT_LENGTH, VOCAB_SIZE, save_tiny_model, some_texts
 from scipy.stats import spearmanr
 from transformers import AutoModelForCausalLM
@@ -29,7 +27,6 @@ from jobs.scoring.temperatures.texts import (
 from jobs.scoring.text_parts import list_sources
 from jobs.scoring.units import UnitStore, part_file, to_parquet
 from pipelines.text.tokenization import load_tokenizer
-from pipelines.text.windows import windows_of
 from tempnet.inference import can_fold
 from tempnet.network import PAIRED_DIRECTORY, TempNet
 from tempnet.network_config import TempNetConfig
@@ -204,36 +201,6 @@ def test_another_configuration_is_refused_with_what_differs(model: Path, text: P
     more.write_text('"text"\n')
     with pytest.raises(ValueError, match=r"archive more.jsonl \(bytes\): None → 7"):
         UnitStore(output).claim(settings.record([*archives, *list_sources(str(more))]))
-
-
-@st.composite
-def sizes(draw: st.DrawFn) -> tuple[int, int, int]:
-    context_length = draw(st.integers(1, 40))
-    return draw(st.integers(0, 200)), context_length, draw(st.integers(1, context_length))
-
-
-@given(sizes())
-def test_each_position_is_new_once_and_sees_its_context(size: tuple[int, int, int]) -> None:
-    num_tokens, context_length, stride = size
-    windows = windows_of(7, num_tokens, context_length=context_length, stride=stride)
-    assert [place for window in windows for place in range(window.first, window.stop)] == list(range(num_tokens))
-    for window in windows:
-        assert window.document == 7
-        assert 0 <= window.start <= window.first < window.stop <= num_tokens
-        assert window.num_positions <= context_length
-        for place in range(window.first, window.stop):
-            num_seen = place - window.start + 1  # Position i predicts token i + 1.
-            assert num_seen >= min(place + 1, context_length - stride + 1)
-
-
-@given(sizes(), st.integers(0, 200))
-def test_a_document_cut_short_is_read_in_the_same_windows(size: tuple[int, int, int], num_kept: int) -> None:
-    num_tokens, context_length, stride = size
-    whole = windows_of(0, num_tokens, context_length=context_length, stride=stride)
-    cut = windows_of(0, min(num_kept, num_tokens), context_length=context_length, stride=stride)
-    assert [(window.start, window.first) for window in cut] == [
-        (window.start, window.first) for window in whole if window.first < num_kept
-    ]
 
 
 def test_help_is_that_of_pairs(capsys: pytest.CaptureFixture[str]) -> None:

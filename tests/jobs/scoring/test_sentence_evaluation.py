@@ -31,8 +31,8 @@ from jobs.scoring.sentence_encoders.transfer import (
     transfer_accuracy,
 )
 from pipelines.problems import TooManyProblemsError
-from pipelines.sentences.senteval import JUDGEMENT_FILES, read_judgements, read_senteval, read_task
-from pipelines.text.tokenization import load_tokenizer, train_wordpiece
+from pipelines.sentences.senteval import JUDGEMENT_FILES, read_judgements, read_senteval
+from pipelines.text.tokenization import train_wordpiece
 from tempnet.models.sentence_encoder import SentenceEncoder
 
 WORDS = ("good", "bad", "film", "plot", "dull", "fine", "slow", "sharp")
@@ -46,7 +46,6 @@ def clouds(num: int, num_classes: int, seed: int = 0) -> Labelled:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Returns the directory of a random BERT that takes 12 tokens."""
     directory = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     tokenizer = train_wordpiece([" ".join(WORDS)], 150)
@@ -163,21 +162,6 @@ def test_word_vectors_are_averaged_and_a_damaged_line_is_named(data: Path, tmp_p
         SentenceEncoderSpec.read("glove", config.models[0], config)
 
 
-def test_encoding_does_not_depend_on_batches_and_cuts_long_sentences(model: str, data: Path) -> None:
-    encoder, tokenizer = SentenceEncoder.from_pretrained(model), load_tokenizer(model, needs_eos=False)
-    texts = read_task(data, "MR").parts["all"].first
-    rows = encoder.encode(texts, tokenizer, num_tokens=12, batch_size=7)
-    assert encoder.training
-    encoder.eval()
-    for text, row in zip(texts, rows, strict=True):
-        tokens = tokenizer(text, truncation=True, max_length=12, return_tensors="pt")
-        with torch.no_grad():
-            alone = encoder(tokens["input_ids"], tokens["attention_mask"])[0]
-        torch.testing.assert_close(row, alone, rtol=1e-5, atol=1e-6)
-    assert tokenizer.model_max_length == 12  # This number was given to `save_pretrained`.
-    assert encoder.encode([], tokenizer).shape == (0, 16)
-
-
 def test_a_cell_is_known_by_what_decides_its_figures(model: str, data: Path) -> None:
     similarity = (f"sts={data / 'sts.tsv'}",)
     config = EvaluateSentencesConfig(
@@ -225,18 +209,10 @@ def test_the_table_has_a_mean_over_the_tasks_that_every_model_has() -> None:
     metrics = {"MR/accuracy": 0.7, "MR/num_sentences": 1234, "CR/accuracy": 0.8, "MR/num_unreadable": 0}
     metrics |= {"sts/spearman": 0.5, "MR/share_cut": 0.125, "CR/share_cut": 0.0, "Depth/accuracy": 0.3}
     small = Column(title="small", parameters={}, metrics=metrics)
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in sentence_table([small]).splitlines()]
-    assert [row for row in lines if not row[0].startswith(":")] == [
-        ["%", "small"],
-        ["MR accuracy", "70.00"],
-        ["MR sentences", "1,234"],
-        ["CR accuracy", "80.00"],
-        ["sts Spearman", "50.00"],
-        ["MR cut to the model's tokens", "12.50"],
-        ["Depth accuracy", "30.00"],
-        ["mean accuracy", "75.00"],
-        ["mean accuracy of the probing tasks", "30.00"],
-    ]
+    text = " ".join(sentence_table([small]).split())
+    shown = {"MR accuracy": "70.00", "MR sentences": "1,234", "sts Spearman": "50.00", "mean accuracy": "75.00"}
+    shown |= {"mean accuracy of the probing tasks": "30.00"}
+    assert all(f"| {name} | {value} |" in text for name, value in shown.items()), text
     # A model whose cell failed has a gap. A mean over fewer tasks would look like one over all, so none is shown.
     table = sentence_table([small, Column(title="gap", parameters={}, metrics={"CR/accuracy": 0.9})])
     assert "| MR accuracy | 70.00 | – |" in " ".join(table.split())

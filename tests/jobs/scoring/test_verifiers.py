@@ -62,7 +62,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def is_running(process: int) -> bool:
-    """Return whether a process exists and is no zombie."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -327,7 +326,6 @@ def test_no_process_of_code_outlives_it(tmp_path: Path) -> None:
 
 
 def command_lines() -> Iterator[bytes]:
-    """Yield the command line of every process."""
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             yield file.read_bytes()

@@ -220,6 +220,12 @@ def test_temperatures_of_archives_are_in_the_order_of_their_documents(
     tau = np.concatenate([prediction.tau for prediction in predictions])
     assert (summary["num_documents"], summary["num_tokens"]) == (12, len(tau))
     assert (summary["tau_mean"], summary["problems"]) == (pytest.approx(tau.mean(), abs=1e-6), {"invalid_json": 1})
+    # A part that is missing is made again, and no other.
+    times = {file: file.stat().st_mtime_ns for file in files}
+    files[2].unlink()
+    assert predict_temperatures.main([*words.split(), "--max-bad-share", "0.1"]) == 0
+    assert [file for file in files if file.stat().st_mtime_ns != times[file]] == [files[2]]
+    assert [row for file in files for row in pq.read_table(file).to_pylist()] == rows
     with pytest.raises(SystemExit):  # A finished job still checks a stricter share.
         predict_temperatures.main([*words.split(), "--max-bad-share", "0"])
     assert "max_bad_share = 0.00%" in capsys.readouterr().err
@@ -252,6 +258,10 @@ def test_temperatures_of_pairs_are_those_of_their_embeddings(
         np.testing.assert_allclose([row[f"tau_{name}"] for row in rows], tau, atol=1e-5)
         assert summary[f"tau_{name}_std"] == pytest.approx(tau.std(), rel=1e-4)
         assert tau.std() > 1e-3
+    times = {file: file.stat().st_mtime_ns for file in files}
+    files[1].unlink()
+    assert predict_temperatures.main([*words, "--with-embeddings"]) == 0
+    assert [file for file in files if file.stat().st_mtime_ns != times[file]] == [files[1]]
     with pytest.raises(SystemExit):
         predict_temperatures.main(words)
     assert "with_embeddings" in capsys.readouterr().err
@@ -310,7 +320,6 @@ def test_perplexity_over_tau_max_is_the_mean_over_the_models(tmp_path: Path) -> 
 
 @pytest.fixture(scope="module")
 def numbered(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write 24 images that have a caption and a number each, and return their directory."""
     rng, members = np.random.default_rng(0), dict[str, bytes | None]()
     for pair in range(24):
         members[f"{pair:03d}.png"] = png(make_image(rng))
