@@ -1,9 +1,10 @@
-"""Provide what tests of several packages share: processes connected by gloo, a process group, an empty MLflow store."""
+"""Provide what tests of several packages share: processes connected by gloo, an empty MLflow store, jobs that refuse."""
 
 from __future__ import annotations
 
+import importlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,19 @@ def mlflow_uri(empty_store: Path, tmp_path: Path) -> str:
     """Return the URI of an MLflow database without runs."""
     shutil.copy(empty_store, tmp_path / "mlflow.db")
     return f"sqlite:///{tmp_path / 'mlflow.db'}"
+
+
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that runs a job which must refuse with status 2, and returns the one line that it prints."""
+
+    def run(job: str, *arguments: object) -> str:
+        with pytest.raises(SystemExit) as ended:
+            importlib.import_module(f"jobs.{job}").main([*map(str, arguments)])
+        *progress, last = capsys.readouterr().err.splitlines()
+        assert ended.value.code == 2
+        assert last.startswith("error: ")
+        assert not [line for line in progress if line and not line.startswith("Loading weights")]
+        return last
+
+    return run

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -75,19 +76,13 @@ def test_every_job_is_tried() -> None:
 
 @pytest.mark.parametrize("command", REFUSED)
 def test_what_is_refused_ends_with_2_and_a_message(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Callable[..., str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("TEMPNET_HOME", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     Path("text.txt").write_text("= A =\n\nsome words\n")
-    job, *arguments = shlex.split(command)
-    with pytest.raises(SystemExit) as ended:
-        importlib.import_module(f"jobs.{job}").main(arguments)
-    assert ended.value.code == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("error: ")
-    assert REFUSED[command] in said
+    assert REFUSED[command] in refusal(*shlex.split(command))
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]  # The refused job leaves no file behind.
 
 
@@ -127,49 +122,37 @@ def enter_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_submitted_job_keeps_nothing_in_the_directory_that_ray_deletes(
-    command: str, field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Callable[..., str]
 ) -> None:
     enter_uploaded(tmp_path, monkeypatch)
     missing = str(tmp_path / "missing")
-    job, *arguments = shlex.split(command.format(missing))
-
-    def said(*more: str) -> str:
-        with pytest.raises(SystemExit) as ended:
-            importlib.import_module(f"jobs.{job}").main([*arguments, "--dry-run", *more])
-        assert ended.value.code == 2
-        return capsys.readouterr().err
-
-    refusal = "error: run.storage = {!r} is relative to the uploaded working directory"
-    assert said().startswith(refusal.format("runs"))
-    assert said(field, "here/runs").startswith(refusal.format("here/runs"))
+    words = [*shlex.split(command.format(missing)), "--dry-run"]
+    said = "error: run.storage = {!r} is relative to the uploaded working directory"
+    assert refusal(*words).startswith(said.format("runs"))
+    assert refusal(*words, field, "here/runs").startswith(said.format("here/runs"))
     # These storages are accepted, so the job refuses the missing data instead.
-    assert missing in said(field, str(tmp_path))
+    assert missing in refusal(*words, field, str(tmp_path))
     monkeypatch.setenv("TEMPNET_HOME", str(tmp_path))
-    assert missing in said()
+    assert missing in refusal(*words)
 
 
-def test_an_unknown_option_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        importlib.import_module("jobs.prepare_images").main(["--sauce", "data"])
-    assert ended.value.code == 2
-
-
-def test_what_fails_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        fail("the loss of step 3 is nan", 1)
-    assert ended.value.code == 1
-    assert capsys.readouterr().err == "error: the loss of step 3 is nan\n"
-
-
-def test_the_status_is_the_one_that_the_job_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["job", "--some", "words"])
-    with pytest.raises(SystemExit) as ended:
-        run_job(len)
-    assert ended.value.code == 2
+def test_the_status_is_that_of_the_job_1_for_a_failure_and_2_for_an_unknown_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["job", "three", "words", "here"])
+    cases: list[tuple[Callable[[], object], int]] = [
+        (lambda: run_job(len), 3),
+        (lambda: importlib.import_module("jobs.prepare_images").main(["--sauce", "data"]), 2),
+        (lambda: fail("the loss of step 3 is nan", 1), 1),
+    ]
+    for run, status in cases:
+        with pytest.raises(SystemExit) as ended:
+            run()
+        assert ended.value.code == status
+    assert capsys.readouterr().err.endswith("error: the loss of step 3 is nan\n")
 
 
 def start_job(body: str, **environment: str) -> subprocess.Popen[str]:
-    """Start a process whose job has the given body."""
     code = "import sys, time; from jobs.engine.command_line import run_job; sys.argv[1:] = []\n"
     code += f"def main(arguments):\n    {body}\n    return 0\nrun_job(main)"
     return subprocess.Popen(
@@ -234,35 +217,33 @@ def test_a_missing_path_is_called_missing(source: str, tmp_path: Path, monkeypat
     check_source("here")
 
 
-def test_a_hub_without_a_network_is_given_up_at_once(tmp_path: Path) -> None:
+def test_a_hub_without_a_network_is_given_up_at_once_and_what_is_in_its_cache_is_used(tmp_path: Path) -> None:
     """It runs in its own process, as the hub's library reads the address and the offline mode on import."""
+    cached = tmp_path / "models--owner--cached"
+    (cached / "snapshots" / "1").mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("1")
+    (cached / "snapshots" / "1" / "config.json").write_text("{}")
+    script = """
+from pipelines.local_copy import check_source
+try: check_source("owner/missing")
+except ValueError as error: print(error)
+check_source("owner/cached")
+from huggingface_hub import is_offline_mode  # so that no file of it is asked for again
+assert is_offline_mode()
+"""
     with socket.socket() as taken:  # Nobody listens on this port.
         taken.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}
-        script = "from pipelines.local_copy import check_source\ncheck_source('no-such-owner/no-such-model')"
+        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(tmp_path)}
         done = subprocess.run(
-            [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
         )
-        # What is in the cache is used, without asking again for each of its files.
-        cached = tmp_path / "models--no-such-owner--no-such-model"
-        (cached / "snapshots" / "1").mkdir(parents=True)
-        (cached / "refs").mkdir()
-        (cached / "refs" / "main").write_text("1")
-        (cached / "snapshots" / "1" / "config.json").write_text("{}")
-        script += "\nfrom huggingface_hub import is_offline_mode\nassert is_offline_mode()"
-        environment["HF_HUB_CACHE"] = str(tmp_path)
-        again = subprocess.run(
-            [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
-        )
-    assert (
-        again.stdout
-        == f"the hub at {address} does not answer: no-such-owner/no-such-model is read from its cache here\n"
-    )
-    assert (again.returncode, again.stderr) == (0, "")
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("ValueError: 'no-such-owner/no-such-model' is no local directory")
-    assert f"the hub at {address} cannot be reached from here: give the path of a directory" in last
+    assert (done.returncode, done.stderr) == (0, "")
+    missing, found = done.stdout.splitlines()
+    assert missing.startswith("'owner/missing' is no local directory")
+    assert f"the hub at {address} cannot be reached from here: give the path of a directory" in missing
+    assert found == f"the hub at {address} does not answer: owner/cached is read from its cache here"
 
 
 def test_the_command_that_makes_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +46,6 @@ def run(job: str, *arguments: object) -> None:
     assert importlib.import_module(f"jobs.{job}").main([str(argument) for argument in arguments]) == 0
 
 
-def refused(capsys: pytest.CaptureFixture[str], job: str, *arguments: object) -> str:
-    """Run a job that must refuse, and return the one line that it prints."""
-    with pytest.raises(SystemExit) as stopped:
-        importlib.import_module(f"jobs.{job}").main([str(argument) for argument in arguments])
-    said = capsys.readouterr().err
-    assert (stopped.value.code, said.count("\n")) == (2, 1), said
-    return said
-
-
 @pytest.fixture(scope="module")
 def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(make_export(tmp_path_factory.mktemp("runs") / "tiny" / "export"))
@@ -61,7 +53,6 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def remote(s3_server: ObjectStore, bucket: str, export: Path) -> str:
-    """Return the URI of the export in an object store."""
     s3_server.upload(export, f"{bucket}/tiny/export")
     return f"s3://{bucket}/tiny/export"
 
@@ -88,7 +79,7 @@ def test_a_store_may_be_named_in_the_uri(
 
 
 def test_texts_are_generated_and_continued(
-    remote: str, export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    remote: str, export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: Callable[..., str]
 ) -> None:
     home = remote.removesuffix("/tiny/export")
     prompts = tmp_path / "prompts.jsonl"
@@ -110,7 +101,7 @@ def test_texts_are_generated_and_continued(
 
     assert records(read_bytes(f"{home}/texts/out.jsonl")) == records((tmp_path / "out.jsonl").read_bytes())
     assert 3 <= read_bytes(f"{home}/page.html").count(b'title="') <= 3 * 4  # tokens of one character share a piece
-    said = refused(capsys, "generate", *there, "--seed", 1)
+    said = refusal("generate", *there, "--seed", 1)
     assert "holds texts of other settings (seed was 0, is 1)" in said
 
 
@@ -211,8 +202,9 @@ def test_a_runs_stored_temperatures_are_read_from_its_last_checkpoint(bucket: st
 
 
 def test_training_is_planned_from_a_model_and_a_tempnet_in_the_store(
-    remote: str, export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    remote: str, export: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, refusal: Callable[..., str],
+) -> None:  # fmt: skip
     write_jsonl_zst(tmp_path / "text" / "a.jsonl.zst", ["the cat sat on the mat"])
     monkeypatch.chdir(tmp_path)
     shared = [*FROZEN.split(), "--data.context-length=8", "--temperature.rho=1", "--optimizer.batch-size=8"]
@@ -223,9 +215,9 @@ def test_training_is_planned_from_a_model_and_a_tempnet_in_the_store(
         plans.append(re.sub(r"configuration \w+", "", capsys.readouterr().out))
     assert plans[0] == plans[1]
     assert "(frozen)" in plans[0]
-    said = refused(capsys, *shared, f"--model.path={remote}", f"--temperature.path={remote}/nothing")
+    said = refusal(*shared, f"--model.path={remote}", f"--temperature.path={remote}/nothing")
     assert re.search(r"error: temperature\.path = 's3://.*/nothing' is missing", said)
-    said = refused(capsys, *shared, f"--model.path={remote}", f"--temperature.path={tmp_path}")
+    said = refusal(*shared, f"--model.path={remote}", f"--temperature.path={tmp_path}")
     assert re.search(r"error: temperature\.path = .* holds no TempNet", said)
 
 
@@ -249,12 +241,12 @@ def test_training_is_planned_from_a_model_and_a_tempnet_in_the_store(
 )
 def test_what_is_not_in_the_store_is_named_before_anything_starts(
     command: str, field: str, export: Path, bucket: str, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     write_jsonl_zst(tmp_path / "text" / "a.jsonl.zst", ["the cat sat on the mat"])
     Path("text.txt").write_text("the cat sat on the mat\n")
     uri = f"s3://{bucket}/gpt2-scratch-small/export"
-    said = refused(capsys, *command.replace("URI", uri).replace("MODEL", str(export)).split())
+    said = refusal(*command.replace("URI", uri).replace("MODEL", str(export)).split())
     if field:
-        assert said == f"error: {field}{uri!r} is missing: there is no such file or directory, or no such bucket\n"
+        assert said == f"error: {field}{uri!r} is missing: there is no such file or directory, or no such bucket"

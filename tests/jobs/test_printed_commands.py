@@ -137,7 +137,6 @@ def test_what_reproductions_show_parses() -> None:
 
 
 def printed(command: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Returns the line under "To look around" that shows the command."""
     outcome = {"directory": "runs/a", "export": "runs/a/export", "tracking_uri": ""}
     print_where_to_look(outcome, results="curves.png", commands=[command])
     return capsys.readouterr().out.splitlines()[-1]

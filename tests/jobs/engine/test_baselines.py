@@ -50,7 +50,6 @@ def of_tokens(predict: Any, name: str = "dro") -> dict[str, Any]:
 
 
 def mirrored(tau: Tensor) -> Tensor:
-    """Mirrors temperatures about their mean, which keeps the mean and reverses their order."""
     return (2 * tau.mean() - tau).clamp(min=0.05)
 
 

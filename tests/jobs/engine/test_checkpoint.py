@@ -210,7 +210,6 @@ def test_together_the_workers_find_a_changed_byte(tmp_path: Path, num_readers: i
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Returns the directory of a run that was killed after it had saved steps 5 and 10."""
     for step in (5, 10):
         save(tmp_path / "run" / f"checkpoint-{step:08d}")
     write_record(str(tmp_path / "run"), ["checkpoint-00000005", "checkpoint-00000010"])

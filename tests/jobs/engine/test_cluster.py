@@ -30,7 +30,6 @@ from pipelines.storage import read_json
 
 @pytest.fixture
 def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """Yield a socket that listens where Ray's head is said to be."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"127.0.0.1:{listening.getsockname()[1]}"
 
@@ -190,7 +189,6 @@ def test_a_ray_that_is_slow_to_start_is_tried_again(num_failures: int, monkeypat
 
 @pytest.fixture
 def token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the place of the token of a user who has none."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)

@@ -28,7 +28,6 @@ def fast_leases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def first() -> Iterator[subprocess.Popen[bytes]]:
-    """Yield a process that may hold a lease."""
     process = subprocess.Popen(["sleep", "100"])
     yield process
     process.kill()

@@ -68,20 +68,16 @@ class Site:
         self.directory, self.calls = directory, calls
 
     def train(self, name: str, num_processes: int = 1, *, settings: Any = None, **sections: dict[str, Any]) -> Any:
-        """Train a run to its end, or to the end that it comes to, and return the outcome of rank 0."""
         make = partial(make_plan, str(self.directory), name, sections)
         return self.calls[num_processes](train_plan, make, f"{self.directory}/{name}", settings or {})[0]
 
     def history(self, name: str) -> dict[int, tuple[float, int]]:
-        """Return step → (loss, digest of the batch) of a run."""
         return history(self.directory / name)
 
     def run(self, name: str) -> Path:
-        """Return the directory of a run."""
         return self.directory / "runs" / name
 
     def weights(self, name: str) -> dict[str, np.ndarray]:
-        """Return the exported weights of a run."""
         return load_file(self.run(name) / "export" / "model.safetensors")
 
 
@@ -221,13 +217,11 @@ class Killing(Asking):
     """A terminal that kills its process at a step, like a machine that is lost."""
 
     def show(self, step: int, text: str) -> None:
-        """Kill this process."""
         if step >= self.after_step:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def kill_itself(rank: int, world_size: int, make: Callable[[], Any], file: str, step: int) -> Any:
-    """Train until the first process is killed."""
     return train_plan(rank, world_size, make, file, {"mailbox": Killing(after_step=step, must_stop=False)})
 
 

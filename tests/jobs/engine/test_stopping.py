@@ -10,8 +10,7 @@ import pytest
 
 from jobs.engine import console
 from jobs.engine.console import SignsOfLife, StallWatch, describe_signs
-from jobs.engine.stopping import StopRequests, stopping_softly
-from jobs.engine.worker import WorkerContext
+from jobs.engine.stopping import stopping_softly
 
 
 @pytest.mark.parametrize(
@@ -62,14 +61,6 @@ def test_another_thread_leaves_signals_alone() -> None:
     thread.start()
     thread.join()
     assert seen == [signal.getsignal(signal.SIGTERM)]
-
-
-def test_all_workers_answer_alike() -> None:
-    requests = StopRequests(WorkerContext(rank=1, world_size=2, local_world_size=2, report=lambda *_, **__: None))
-    assert requests.answer([0, 0, 0]) == (False, False)
-    assert requests.answer([1, 0, 0]) == (True, False)
-    assert requests.answer([0, 1, 0]) == (True, False)
-    assert requests.answer([0, 0, 2]) == (True, True)
 
 
 def test_a_run_that_makes_no_step_is_described_after_a_minute_and_then_less_and_less_often() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -225,10 +226,7 @@ def test_steps_changes_and_arms(tmp_path: Path) -> None:
         config = as_text(run.config)
         assert (config.run.num_steps, config.optimizer.beta1, config.data.train) == (6, 0.8, "elsewhere")
     assert "elsewhere  (MISSING)" in work.describe()
-
-
-def test_a_change_applies_to_the_runs_that_have_the_field(tmp_path: Path) -> None:
-    """Encoders have no field `data.directory`, but the classifiers that start from them do."""
+    # Encoders have no field `data.directory`, but the classifiers that start from them do.
     work = make("TripleEntropy", tmp_path, seeds=1, change=("data.directory=elsewhere", "optimizer.beta1=0.8"))
     kinds = {type(run.config): run.config for run in work.runs.values()}
     assert kinds.keys() == {SentenceConfig, ClassifierConfig}
@@ -255,23 +253,18 @@ def test_a_change_applies_to_the_runs_that_have_the_field(tmp_path: Path) -> Non
     ],
 )
 def test_wrong_values_are_refused_before_anything_starts(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([*arguments, "--storage", str(tmp_path), "--tracking.no-enabled", "--dry-run"])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in refusal("reproduce", *arguments, "--storage", tmp_path, "--tracking.no-enabled", "--dry-run")
 
 
 def test_missing_data_are_named_before_anything_starts_also_those_of_runs_that_start_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Callable[..., str]
 ) -> None:
     """The encoder could be trained, but the classifiers that start from it would then find no data."""
     monkeypatch.chdir(tmp_path)
     for name, message in (("T4", "data.train: "), ("DeCLUTR", "senteval = 'senteval/data/downstream' does not exist")):
-        with pytest.raises(SystemExit):
-            main([name, "--storage", str(tmp_path), "--tracking.no-enabled"])
-        assert message in capsys.readouterr().err
+        assert message in refusal("reproduce", name, "--storage", tmp_path, "--tracking.no-enabled")
     monkeypatch.setattr(launch, "make_plan", lambda config: None)
     work = make("TripleEntropy", tmp_path, seeds=1, change=("data.directory=elsewhere",))
     for name in ("data.train", "data.validation", "data.tokenizer"):
