@@ -17,8 +17,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pyarrow.fs import FileSelector
-
 from jobs.engine.command_line import FAILED, as_typed, exit_interrupted, fail, show
 from jobs.engine.config import TrainingConfig
 from jobs.engine.console import Console, Mailbox, note_failure
@@ -30,7 +28,7 @@ from jobs.engine.masking import masked
 from jobs.engine.metrics import TrackedRun, survive_outage
 from jobs.engine.preflight import Named, check_plan, find_outcome
 from jobs.engine.recording import RecordModels, finish, record_end
-from jobs.engine.resumption import registered_step
+from jobs.engine.resumption import found_checkpoints, registered_step
 from jobs.engine.run_list import describe_run
 from jobs.engine.stopping import stopping_softly
 from jobs.engine.task import Plan, PreparedTask, create_members
@@ -324,6 +322,5 @@ def claim_directory(config: Named) -> dict[str, Any] | None:
 def delete_checkpoints(directory: str) -> None:
     """Delete all checkpoints in the directory of a run."""
     filesystem, path = resolve(directory)
-    for entry in filesystem.get_file_info(FileSelector(path)):
-        if entry.base_name.startswith("checkpoint-"):
-            filesystem.delete_dir(entry.path)
+    for name in found_checkpoints(directory):
+        filesystem.delete_dir(f"{path}/{name}")

@@ -303,7 +303,7 @@ class TrainingLoop:
                 run.log("train", {"loss": float(value)}, step)
             if not np.isfinite(own).all() and not run.failure:
                 self._fail(run, first + int((~np.isfinite(own)).argmax()), first, own)
-            if statistics:
+            if statistics and not run.failure:
                 dist.all_reduce(statistics[number].sums)
                 summaries[number] = statistics[number].summary()
         if not self.is_first:

@@ -49,7 +49,9 @@ class Resumption:
 def whole_checkpoints(directory: str) -> dict[str, int]:
     """Return name → step of the checkpoints in a run's directory that are whole, oldest first."""
     return {
-        name: _step(name) for name in sorted(_found(directory), key=_step) if not find_damage(f"{directory}/{name}")
+        name: _step(name)
+        for name in sorted(found_checkpoints(directory), key=_step)
+        if not find_damage(f"{directory}/{name}")
     }
 
 
@@ -59,7 +61,7 @@ def find_resumption(directory: str, known_damage: Mapping[str, str]) -> Resumpti
     An unfinished upload, which was never recorded, is not an error: a run that has no other checkpoint starts at step 0.
     """
     recorded, problem = _read_record(directory)
-    names = sorted(_found(directory) | recorded, key=_step)
+    names = sorted(found_checkpoints(directory) | recorded, key=_step)
     damage = {name: known_damage.get(name) or find_damage(f"{directory}/{name}") for name in names}
     whole = [name for name in names if not damage[name]]
     # Damaged checkpoints that are older and not recorded are those that were being deleted when the run ended.
@@ -90,7 +92,7 @@ def record_checkpoint(directory: str, name: str, *, num_kept: int, rating: float
     # The record is written first: if this process is killed now, a checkpoint that is deleted next is not missed.
     write_record(directory, [checkpoint for checkpoint in whole if checkpoint in kept], best)
     filesystem, path = resolve(directory)
-    for checkpoint in _found(directory) - kept:
+    for checkpoint in found_checkpoints(directory) - kept:
         if _step(checkpoint) < _step(name):
             filesystem.delete_dir(f"{path}/{checkpoint}")
 
@@ -121,7 +123,7 @@ def registered_step(directory: str) -> int:
     return max(map(_step, _read_record(directory)[0]), default=0)
 
 
-def _found(directory: str) -> set[str]:
+def found_checkpoints(directory: str) -> set[str]:
     """Return the names of the checkpoint directories that exist, whether or not the checkpoints are whole."""
     filesystem, path = resolve(directory)
     entries = filesystem.get_file_info(FileSelector(path, allow_not_found=True))
