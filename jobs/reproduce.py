@@ -20,8 +20,10 @@ from jobs.studies.reproduction.experiments import EXPERIMENTS, find
 from jobs.studies.reproduction.papers import PapersConfig, write_papers
 
 
-def parse(arguments: Sequence[str]) -> tuple[ReproduceConfig, bool]:
+def parse(arguments: Sequence[str]) -> tuple[ReproduceConfig | PapersConfig, bool]:
     """Parse the arguments into a configuration and whether a dry run is wanted; `--help` lists the experiments.
+
+    The word `papers` in the place of an experiment asks for the page of all of them.
 
     Exits the process with a message on an unknown experiment or field, or if the configuration refuses a value.
     """
@@ -37,6 +39,8 @@ def parse(arguments: Sequence[str]) -> tuple[ReproduceConfig, bool]:
         )
         raise SystemExit(0 if rest else REFUSED)
     with refusals_on_one_line():
+        if rest[0] == "papers":
+            return tyro.cli(PapersConfig, args=rest[1:], prog="python -m jobs.reproduce papers"), False
         _ = find(rest[0])
         config = tyro.cli(ReproduceConfig, args=rest, prog="python -m jobs.reproduce", description=__doc__)
     return config, len(rest) < len(arguments)
@@ -44,12 +48,11 @@ def parse(arguments: Sequence[str]) -> tuple[ReproduceConfig, bool]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status: 1 if a run failed."""
-    if arguments[:1] == ["papers"]:
-        with refusals_on_one_line():
-            page = tyro.cli(PapersConfig, args=list(arguments[1:]), prog="python -m jobs.reproduce papers")
-            print(write_papers(page))
-        return 0
     config, dry_run = parse(arguments)
+    if isinstance(config, PapersConfig):
+        with refusals_on_one_line():
+            print(write_papers(config))
+        return 0
     # Imported only now, so that an error in the arguments is reported without waiting for Ray to load.
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 

@@ -178,7 +178,7 @@ def test_the_plan_needs_no_weights_and_sizes_must_fit(
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     good = from_features(own)
     (tmp_path / "encoder" / "image_encoder" / "model.safetensors").write_bytes(b"no weights")
-    assert "towers none (frozen, their embeddings are read), TempNets " in make_plan(good).describe()
+    assert "towers none (frozen, their embeddings are read), networks of the loss " in make_plan(good).describe()
     with pytest.raises(ValueError, match=r"model\.embedding_size = 16, but model\.path = .* was made for 12"):
         make_plan(replace(good, model=replace(good.model, embedding_size=16)))
 
