@@ -23,7 +23,7 @@ _HEAD = """# The papers, table by table
 
 Every table and figure of the four papers, the command that makes it here, and what came of it. All of it is at small scale:
 two CPU cores, the sample data or small public sets; a claim that cannot be told here may hold at the papers' scale.
-[Reproduce a table](reproduce.md) says when a claim holds. `python -m jobs.reproduce papers --output docs/papers.md` writes
+[Reproduce a table](reproduce.md) says when a claim holds. `jobs.reproduce papers --output docs/papers.md` writes
 this page from the records of the experiments (`results.json`), so that a verdict stands here only where its command has run.
 """
 
@@ -92,7 +92,7 @@ def _cells(entry: Mapping[str, Any], records: Mapping[str, Mapping[str, Any]]) -
     id = entry["experiment"]
     record = records.get(id)
     if record is None:
-        return f"`python -m jobs.reproduce {id}`", "not run at small scale"
+        return f"`jobs.reproduce {id}`", "not run at small scale"
     settings = record["configuration"]
     options = [f"--seeds {settings['seeds']}"] if settings["seeds"] != 3 else []
     options += [f"--{name} {shlex.join(settings[name])}" for name in ("change", "data") if settings[name]]
@@ -106,10 +106,10 @@ def _verdict(found: Sequence[str], num_seeds: int) -> str:
     seeds = f"{num_seeds} seed{'s' if num_seeds > 1 else ''}"
     if not found:
         return f"no claim is tested at this scale ({seeds})"
-    counts = {verdict: found.count(verdict) for verdict in dict.fromkeys(found)}
-    parts = ", ".join(f"{count} {verdict.removesuffix(' at this scale')}" for verdict, count in counts.items())
-    first = "does not hold" if "does not hold" in counts else "holds" if set(counts) == {"holds"} else "cannot be told"
-    return f"**{first}** ({seeds}; of {len(found)} statements: {parts})"
+    verbs = {"holds": "hold", "does not hold": "do not", "cannot be seen at this scale": "cannot be told"}
+    parts = ", ".join(f"{number} {verb}" for verdict, verb in verbs.items() if (number := found.count(verdict)))
+    first = "does not hold" if "does not hold" in found else "holds" if set(found) == {"holds"} else "cannot be told"
+    return f"**{first}** ({seeds}; statements: {parts})"
 
 
 def _statements(record: Mapping[str, Any]) -> Iterator[str]:

@@ -446,8 +446,8 @@ def test_the_page_of_the_papers_has_every_experiment_and_the_verdicts_of_records
     assert main(["papers", "--storage", str(tmp_path)]) == 0
     assert capsys.readouterr().out.endswith(f"{tmp_path}/papers.md\n")
     page = (tmp_path / "papers.md").read_text()
-    commands = set(re.findall(r"`python -m jobs.reproduce ([\w-]+)`", page))
+    commands = set(re.findall(r"`jobs.reproduce ([\w-]+)`", page))
     assert commands == set(EXPERIMENTS)
-    assert "| `python -m jobs.reproduce T13` | **holds** (3 seeds; of 6 statements: 6 holds) |" in page
+    assert "| `jobs.reproduce T13` | **holds** (3 seeds; statements: 6 hold) |" in page
     assert "| CLIP: 263,172 parameters | 263,172 ± 0 | 263,171.5 to 263,172.5 | holds |" in page
     assert page.count("not run at small scale") > 20
