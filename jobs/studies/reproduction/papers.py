@@ -98,7 +98,7 @@ def _cells(entry: Mapping[str, Any], records: Mapping[str, Mapping[str, Any]]) -
     options += [f"--{name} {shlex.join(settings[name])}" for name in ("change", "data") if settings[name]]
     studies = [one for one in record["studies"] if entry.get("study") in (None, one["title"])]
     found = [statement["verdict"] for one in studies for statement in one["statements"]]
-    return f"`{' '.join(['python -m jobs.reproduce', id, *options])}`", _verdict(found, settings["seeds"])
+    return f"`{' '.join(['jobs.reproduce', id, *options])}`", _verdict(found, settings["seeds"])
 
 
 def _verdict(found: Sequence[str], num_seeds: int) -> str:
