@@ -42,7 +42,7 @@ def ray_head(s3_server: ObjectStore, tmp_path_factory: pytest.TempPathFactory) -
         # What a test has read from an object store must not be there for the next run of the tests.
         "TEMPNET_CACHE": str(tmp_path_factory.mktemp("cache")),
         # Jobs run in other directories, but must import the code of this one.
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "cluster"))),
         **s3_server.environment,
         "TEMPNET_MODELS": str(tmp_path_factory.mktemp("copies")),
     }
