@@ -102,7 +102,9 @@ def _run_trial(
         kept = max(num_shared, placed.run.num_checkpoints_kept)
         placed = dataclasses.replace(placed, run=dataclasses.replace(placed.run, num_checkpoints_kept=kept))
     outcome = find_outcome(placed)
-    if outcome is not None:
+    # Of a trial that was ended early only the end is reported, so that it is not ended once more, at an earlier step: it has
+    # taken as much of a search's budget as it took before.
+    if outcome is not None and outcome["num_steps"] == placed.run.num_steps:
         for validation in outcome["validations"][:-1]:
             tune.report({"step": validation["step"], **validation["scores"]})
     plan = make_plan_in_outage(placed)
