@@ -35,8 +35,10 @@ def main(arguments: Sequence[str]) -> int:
     from pipelines.storage import write_bytes
 
     with ending_in_one_line():
-        outcomes = []
-        for one in (config, *config.others()):
+        outcomes, configs = [], (config, *config.others())
+        for one in configs if config.judged else ():
+            judgement(one)  # so that a wrong file is refused before anything is generated
+        for one in configs:
             outcomes.append((outcome := run(one), one))
             show(sample(outcome, one))
             show(describe(outcome, one))
@@ -79,10 +81,15 @@ def describe(outcome: Outcome, config: GenerateConfig) -> str:
     elif outcome.file.path != config.output:
         lines.append(f"{config.output} holds them as {config.format} wants them")
     if config.judged:
-        from jobs.scoring.generation.judges import describe_judged
-
-        lines.append(describe_judged(config.judged, config.format, config.generator or config.model))
+        lines.append(judgement(config))
     return "\n".join(lines)
+
+
+def judgement(config: GenerateConfig) -> str:
+    """Return the score of the texts by the judge's answers in `--judged`."""
+    from jobs.scoring.generation.judges import describe_judged
+
+    return describe_judged(config.judged, config.format, config.generator or config.model)
 
 
 def _keys(outcome: Outcome, config: GenerateConfig) -> list[tuple[int | str, int, int]]:

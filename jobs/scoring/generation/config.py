@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -109,17 +110,19 @@ class GenerateConfig(LocalModel):
             raise ValueError(f"num_samples = {self.num_samples}: alpaca-eval holds one output for an instruction")
         if self.judged and self.format not in ("alpaca-eval", "mt-bench"):
             raise ValueError(f"judged = {self.judged!r}: only alpaca-eval and mt-bench have a judge, not {self.format}")
-        for one in self.others():
-            if one.temperature in ("auto", "tempnet", self.temperature) or self.beside.count(one.temperature) > 1:
+        for text in self.beside:
+            is_taken = text in ("auto", "tempnet", self.temperature) or self.beside.count(text) > 1
+            if is_taken or (text != "greedy" and not _is_positive(text)):
                 raise ValueError(
-                    f"beside = {one.temperature}: it takes numbers and greedy, each once, and not temperature"
+                    f"beside = {text}: it takes positive numbers and greedy, each once, and not temperature"
                 )
+        _ = self.others()
         if self.beside and self.html and "greedy" in self.beside:
             raise ValueError("html colours tokens by their τ, and greedy has none: leave out one of them")
 
     def others(self) -> list[GenerateConfig]:
         """Return the configurations of the texts at the other temperatures."""
-        stem, dot, ending = self.output.rpartition(".")
+        stem, ending = os.path.splitext(self.output)
         name = self.generator or self.model
         return [
             dataclasses.replace(
@@ -129,7 +132,7 @@ class GenerateConfig(LocalModel):
                 tempnet="",
                 tau_max_eval=None,
                 html="",
-                output=f"{stem}-{temperature}{dot}{ending}" if stem else f"{ending}-{temperature}",
+                output=f"{stem}-{temperature}{ending}",
                 generator=f"{name} at {temperature}",
             )
             for temperature in self.beside
@@ -146,3 +149,10 @@ class GenerateConfig(LocalModel):
             raise ValueError(
                 f"temperature = {self.temperature!r} is neither a number nor one of {', '.join(CHOICES)}"
             ) from None
+
+
+def _is_positive(text: str) -> bool:
+    try:
+        return 0.0 < float(text) < math.inf
+    except ValueError:
+        return False

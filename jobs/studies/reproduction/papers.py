@@ -76,6 +76,10 @@ def _records(storage: str) -> dict[str, Mapping[str, Any]]:
         )
         if record is None or record["experiment"]["id"] not in EXPERIMENTS:
             continue
+        if any("as_text" not in one for study in record["studies"] for one in study["statements"]):
+            raise ValueError(
+                f"{storage}/{item.base_name}/results.json is of an earlier version: run its experiment once more"
+            )
         id, settings = record["experiment"]["id"], record["configuration"]
         is_whole = settings["scale"] == "small" and not settings["steps"] and not settings["arms"]
         if is_whole and (id not in best or settings["seeds"] > best[id]["configuration"]["seeds"]):
@@ -98,12 +102,12 @@ def _cells(entry: Mapping[str, Any], records: Mapping[str, Mapping[str, Any]]) -
     options += [f"--{name} {shlex.join(settings[name])}" for name in ("change", "data") if settings[name]]
     studies = [one for one in record["studies"] if entry.get("study") in (None, one["title"])]
     found = [statement["verdict"] for one in studies for statement in one["statements"]]
-    return f"`{' '.join(['jobs.reproduce', id, *options])}`", _verdict(found, settings["seeds"])
+    return f"`{' '.join(['jobs.reproduce', id, *options])}`", _verdict(found, settings["seeds"], len(record["failed"]))
 
 
-def _verdict(found: Sequence[str], num_seeds: int) -> str:
+def _verdict(found: Sequence[str], num_seeds: int, num_failed: int) -> str:
     """Returns the verdict on statements, which is that of the claim if they are all of its statements."""
-    seeds = f"{num_seeds} seed{'s' if num_seeds > 1 else ''}"
+    seeds = f"{num_seeds} seed{'s' if num_seeds > 1 else ''}" + (f", {num_failed} runs FAILED" if num_failed else "")
     if not found:
         return f"no claim is tested at this scale ({seeds})"
     verbs = {"holds": "hold", "does not hold": "do not", "cannot be seen at this scale": "cannot be told"}
