@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from jobs.engine.fields import (
     FREE_TO_CHANGE,
@@ -150,6 +150,9 @@ class WorkersSection:
     """on: the base's transformer blocks are compiled by torch.compile in the first step, which takes one to two minutes; the
     result is kept in `compiled` beside the prepared data. Losses differ by rounding. auto: on for GPUs, unless ZeRO 3 divides
     the base; off for CPUs."""
+    micro_batch: Literal["given", "auto"] = field(default="given", metadata=FREE_TO_CHANGE)
+    """given: a worker processes `optimizer.micro_batch_size` samples at a time. auto: as many as the memory that is free when
+    it starts has room for, by the arithmetic of `jobs.engine.description` (language models). Losses differ by rounding."""
     offload_optimizer: bool = False
     """Keep the optimizer state in CPU memory. Needs ZeRO stage 1, 2 or 3."""
     memory_gib: float | None = field(default=None, metadata=FREE_TO_CHANGE)
@@ -338,6 +341,9 @@ class ValidationSection:
 class TrainingConfig:
     """The sections that the training loop and the driver read; every task adds its own sections in a subclass."""
 
+    accumulates_gradients: ClassVar[bool] = False
+    """Whether a worker may process its share of a batch in micro-batches."""
+
     run: RunSection
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     workers: WorkersSection = field(default_factory=WorkersSection)
@@ -353,6 +359,13 @@ class TrainingConfig:
                         f"data.{name} = {value!r} needs Ray, which workers.local = True does without: choose {needed!r}"
                     )
         size, micro = self.optimizer.batch_size, self.optimizer.micro_batch_size
+        if self.workers.micro_batch == "auto" and (micro or not self.accumulates_gradients):
+            fixed = (
+                f"optimizer.micro_batch_size = {micro}, which auto chooses; give 0"
+                if micro
+                else "a task without micro-batches"
+            )
+            raise ValueError(f"workers.micro_batch = 'auto' does not go together with {fixed}")
         for workers in (self.workers.min_workers, self.workers.max_workers):
             if size % workers:
                 raise ValueError(
@@ -375,6 +388,14 @@ class TrainingConfig:
     def with_num_workers(self, number: int) -> Self:
         """Return the configuration of the run while it has this number of workers."""
         return replace(self, workers=replace(self.workers, num_workers=number))
+
+    def with_micro_batch_size(self, size: int) -> Self:
+        """Return the configuration with this number of samples at a time."""
+        return replace(
+            self,
+            optimizer=replace(self.optimizer, micro_batch_size=size),
+            workers=replace(self.workers, micro_batch="given"),
+        )
 
     @property
     def trains_networks_alone(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import psutil
 import torch
 
 from jobs.engine.config import WorkersSection
@@ -40,6 +41,13 @@ def peak_flops_per_second(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for part, peak in PEAK_FLOPS_PER_SECOND.items() if part in name), None)
+
+
+def free_memory(workers: WorkersSection, *, num_local_workers: int) -> int:
+    """Return the bytes that are free for a worker now: of its GPU, else its share of the machine's."""
+    if workers.use_gpu:
+        return torch.cuda.mem_get_info()[0]
+    return int(psutil.virtual_memory().available) // num_local_workers
 
 
 def peak_memory_gib() -> float:

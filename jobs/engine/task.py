@@ -196,10 +196,11 @@ def create_members(
     """
     created = create_task(rank, world_size)
     task: Any = created
+    micro_batch_size = created.config.optimizer.micro_batch_size  # which the task may have chosen by its free memory
     task.config, *task.member_configs = (
         # The networks are small; DeepSpeed, which has one norm of all gradients under ZeRO, divides nothing.
         replace(one, workers=replace(one.workers, zero_stage=0, offload_optimizer=False, num_workers=world_size))
-        for one in (group, *configs)
+        for one in (run.with_micro_batch_size(micro_batch_size) for run in (group, *configs))
     )
     return created
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -42,6 +42,8 @@ class DataReference:
     """The frozen base; None if the base is trained."""
     features: tuple[str, str] | None = None
     """Directories of what the frozen base has computed for both data sets; None: the base computes it."""
+    memory: Mapping[int, float] = field(default_factory=dict)
+    """Micro-batch size → bytes of a worker, from which workers choose by their free memory; empty: the size is given."""
     given_tau: np.ndarray | None = None
     """(2, N) temperatures, float32, of the images and texts of the N training pairs for the loss `sogclr_given`."""
 

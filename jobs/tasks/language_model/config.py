@@ -313,6 +313,8 @@ class DistillationSection:
 class LanguageModelConfig(TrainingConfig):
     """Configuration of a training run of a language model and its TempNet."""
 
+    accumulates_gradients = True
+
     data: DataSection
     model: ModelSection = field(default_factory=ModelSection)
     temperature: TemperatureSection = field(default_factory=TemperatureSection)

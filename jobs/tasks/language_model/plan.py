@@ -64,6 +64,8 @@ class LanguageModelPlan(Plan[LanguageModelConfig]):
     """Number of parameters of the TempNet; 0 without one."""
     memory: Mapping[str, float]
     """Item → bytes of a worker at its peak."""
+    memory_of_sizes: Mapping[int, float]
+    """Micro-batch size → bytes of a worker, for every size from which workers choose; empty if the size is given."""
 
     summary_table = staticmethod(report.summary_table)
 
@@ -84,14 +86,18 @@ class LanguageModelPlan(Plan[LanguageModelConfig]):
             "target": "a target",
             "ignored": "no target",
         }[config.data.end_of_document]
+        parts = (
+            "micro-batches as large as free memory allows; the memory below is that of 1 block"
+            if self.memory_of_sizes
+            else f"{config.num_accumulation_steps} micro-batches × {config.micro_batch_size} blocks"
+        )
         return describe_plan(
             config,
             about={
                 "loss": f"{config.temperature.loss}, {self._describe_temperatures()}",
                 "documents": f"read after {start!r}; the end, {self.tokenizer.eos_token!r}, is {end}",
                 "batch": f"{config.optimizer.batch_size} blocks × {config.data.context_length} = {tokens} tokens: "
-                f"{config.workers.max_workers} workers × {config.num_accumulation_steps} micro-batches × "
-                f"{config.micro_batch_size} blocks",
+                f"{config.workers.max_workers} workers × {parts}",
             },
             num_units=tokens,
             unit="tokens",
@@ -161,6 +167,7 @@ class LanguageModelPlan(Plan[LanguageModelConfig]):
             validation=validation.directory,
             base=base,
             features=None if features is None else (features[0].directory, features[1].directory),
+            memory=self.memory_of_sizes,
         )
         return PreparedTask(
             create_task=partial(create_task, f"{_TASKS}:LanguageModelTask", config, data),
@@ -210,14 +217,22 @@ def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
     if config.temperature.fits_likelihood:
         check_is_new(config, archives)
     num_base, num_tempnet = count_parameters(base), count_parameters(network)
-    memory = estimate_memory(
-        config.with_num_workers(config.workers.min_workers),
-        base,
+    estimate = partial(
+        estimate_memory,
+        base=base,
         num_base=base.get_output_embeddings().weight.numel() if config.model.features else num_base,
         num_tempnet=num_tempnet,
         num_teacher=count_parameters(check_teacher(config, tokenizer)) if config.is_distilled else 0,
         vocab_size=vocab_size,
     )
+    fewest = config.with_num_workers(config.workers.min_workers)
+    memory, of_sizes = estimate(fewest), {}
+    if config.workers.micro_batch == "auto":
+        share = fewest.micro_batch_size
+        estimates = {
+            size: estimate(fewest.with_micro_batch_size(size)) for size in range(1, share + 1) if share % size == 0
+        }
+        memory, of_sizes = estimates[1], {size: sum(items.values()) for size, items in estimates.items()}
     check_fits(memory, config.workers)
     return LanguageModelPlan(
         config=config,
@@ -226,6 +241,7 @@ def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
         num_base_parameters=num_base,
         num_tempnet_parameters=num_tempnet,
         memory=memory,
+        memory_of_sizes=of_sizes,
         tracking_uri=uri,
     )
 

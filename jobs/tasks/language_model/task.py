@@ -8,18 +8,21 @@ frozen base the export only names path and digest, unless `model.whole_export` a
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 from transformers import AutoConfig
 
 from jobs.engine.deepspeed_engine import deepspeed_config, load_partitioned, whole_parameters
 from jobs.engine.export import open_export
+from jobs.engine.hardware import free_memory, worker_device
 from jobs.engine.rho import RhoSteering
 from jobs.engine.task import ParameterGroup, StepResult, Task
 from jobs.tasks.base import (
@@ -65,6 +68,8 @@ class LanguageModelTask(Task[LanguageModelConfig]):
     steering: RhoSteering
 
     def __init__(self, config: LanguageModelConfig, data: DataReference, rank: int, world_size: int) -> None:
+        if data.memory:
+            config = with_fitting_micro_batch(config, data.memory, is_first=rank == 0)
         train, self.validation_data, self.base = find(data.train), find(data.validation), data.base
         end_is_target = config.data.predicts_end
         reading: dict[str, Any] = {}
@@ -296,3 +301,24 @@ def _base_weights(module: TemperatureCausalLM, weights: dict[str, Tensor]) -> di
 
 def _below(prefix: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+
+
+def with_fitting_micro_batch(
+    config: LanguageModelConfig, memory: Mapping[int, float], *, is_first: bool
+) -> LanguageModelConfig:
+    """Return the configuration with the largest micro-batch that fits on every worker; all workers call this.
+
+    `memory` holds size → bytes, which are right within 20 %. The room is 80 % of the free memory, and `workers.memory_gib`.
+    """
+    workers, world_size = config.workers, config.workers.max_workers
+    free = free_memory(workers, num_local_workers=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    room = min(0.8 * free, (workers.memory_gib or math.inf) * GIB)
+    if world_size > 1:
+        least = torch.tensor(room, dtype=torch.float64, device=worker_device(workers))
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        room = least.item()
+    share = config.optimizer.batch_size // world_size
+    size = max((size for size, needed in memory.items() if share % size == 0 and needed <= room), default=1)
+    if is_first:
+        print(f"micro-batches of {size} blocks: {memory[size] / GIB:.1f} of {room / GIB:.1f} GiB", flush=True)
+    return config.with_micro_batch_size(size)

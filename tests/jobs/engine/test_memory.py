@@ -16,6 +16,7 @@ from jobs.engine.hardware import num_threads_per_worker
 from jobs.engine.identity import with_fields
 from jobs.tasks.base import count_parameters
 from jobs.tasks.language_model.models import estimate_memory, flops_per_token, saved_bytes
+from jobs.tasks.language_model.task import with_fitting_micro_batch
 from jobs.tasks.presets.language_models import PRESETS
 from tempnet import TempNet, TempNetConfig
 from tempnet.models.causal_lm import TemperatureCausalLM
@@ -127,6 +128,16 @@ def test_what_does_not_fit_is_refused_with_a_remedy() -> None:
         check_fits(memory, workers)
     check_fits(memory, replace(workers, memory_gib=None))
     check_fits(memory, replace(workers, memory_gib=3.0))
+
+
+@pytest.mark.parametrize(("memory_gib", "size"), [(None, 12), (2e-6, 3), (1e-9, 1)])
+def test_a_worker_takes_the_largest_micro_batch_that_fits(memory_gib: float | None, size: int) -> None:
+    changes = {
+        "workers.micro_batch": "auto", "workers.memory_gib": memory_gib, "workers.num_workers": 1, "optimizer.batch_size": 12
+    }  # fmt: skip
+    config = with_fields(PRESETS["gpt2-scratch-small"](), changes)
+    memory = {1: 1000.0, 2: 1500.0, 3: 2000.0, 4: 2500.0, 12: 9000.0}  # bytes; 2e-6 GiB are 2147
+    assert with_fitting_micro_batch(config, memory, is_first=True).micro_batch_size == size
 
 
 @pytest.mark.parametrize("freeze", [False, True])

@@ -63,6 +63,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "--run.seed -1": "run.seed = -1 must not be negative",
         "--optimizer.batch-size 15": "optimizer.batch_size = 15 is not divisible by workers.num_workers = 2",
         "--optimizer.micro-batch-size 3": "not divisible by optimizer.micro_batch_size = 3",
+        "--optimizer.micro-batch-size 4 --workers.micro-batch auto": "optimizer.micro_batch_size = 4, which auto chooses",
         "--optimizer.learning-rate-base inf": "optimizer.learning_rate_base = inf must be positive and finite",
         "--optimizer.max-grad-norm nan": "optimizer.max_grad_norm = nan must not be negative",
         "--optimizer.beta1 1": "optimizer.beta1 = 1 must be below 1",
@@ -116,6 +117,7 @@ REFUSED: dict[str, dict[str, str]] = {
             "distillation.keep = 'entropy' needs temperature.target_entropy or temperature.rho",
     },
     PAIRS: {
+        "--workers.micro-batch auto": "workers.micro_batch = 'auto' does not go together with a task without",
         "--optimizer.micro-batch-size 32": "optimizer.micro_batch_size = 32: a contrastive loss compares all samples",
         "--workers.zero-stage 3": "workers.zero_stage = 3",
         "--workers.activation-checkpointing": "workers.activation_checkpointing = True would run the batch",
@@ -311,6 +313,7 @@ def test_what_the_documents_are_too_few_for_is_refused(options: str, message: st
 
 
 PLANNED = {
+    f"{LANGUAGE_MODEL} --workers.micro-batch auto": ["micro-batches as large as free memory allows"],
     LANGUAGE_MODEL: ["16 blocks × 128 = 2048 tokens: 2 workers × 1 micro-batches × 8 blocks", "target entropy 2.0000"],
     f"{LANGUAGE_MODEL} --temperature.loss ce": [" ce, τ = 1 for every token\n"],
     PAIRS: ["128 pairs: 2 workers × 64, each image against 127 captions", "normaliser global, τ in [0.001, 0.05], ρ = "],

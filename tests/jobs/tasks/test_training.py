@@ -164,7 +164,12 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, dict[str, Any]]]] = {
     "lm": (language_model, {"optimizer": {"micro_batch_size": 2}}),  # one process accumulates 4, two accumulate 2
     "distil": (
         language_model,
-        {"temperature": {"loss": "distil"}, "model": {"hidden_size": 32}, "optimizer": {"epsilon": 1e-4}},
+        {
+            "temperature": {"loss": "distil"},
+            "model": {"hidden_size": 32},
+            "optimizer": {"epsilon": 1e-4},
+            "workers": {"micro_batch": "auto"},
+        },
     ),
     "finetune": (
         language_model,
