@@ -119,10 +119,11 @@ class ContrastiveLoss(nn.Module):
             return torch.stack([self.image_tempnet(image), self.text_tempnet(text)])
         if (stored := state.get("tau")) is not None:
             is_missing = stored.isnan().any(0)
-            if num_missing := int(is_missing.sum()):
+            is_complete = stored.is_cuda or not bool(is_missing.any())  # on a GPU, the loss is NaN
+            if not is_complete:
                 raise ValueError(
-                    f"{self.config.name}: {num_missing} of {len(batch.ids)} ids of the batch have no temperature, the first "
-                    f"is id {int(batch.ids[is_missing][0])}: fill the state's column tau from the table"
+                    f"{self.config.name}: {int(is_missing.sum())} of {len(batch.ids)} ids of the batch have no temperature, "
+                    f"the first is id {int(batch.ids[is_missing][0])}: fill the state's column tau from the table"
                 )
             return stored[:, batch.part]
         return image.new_full((2, len(image)), 1.0 if self.config.kind.temperature == "free" else self.config.tau)

@@ -101,8 +101,8 @@ class Repeats:
     """Groups the entries of a batch that have the same id (B,), to average over them."""
 
     def __init__(self, ids: Tensor) -> None:
-        unique, self.inverse = torch.unique(ids, return_inverse=True)
-        self.num_unique = len(unique)
+        # The number of the group is the place of its first entry in order. `torch.unique` would make the host wait for a GPU.
+        self.inverse, self.num_groups = torch.searchsorted(ids.sort().values, ids), len(ids)
 
     def mean(self, values: Tensor, counts: Tensor) -> Tensor:
         """Replace each of the values (2, B) by the mean over those entries of its id that `counts` (B,) includes.
@@ -115,12 +115,12 @@ class Repeats:
     def log_mean_exp(self, values: Tensor, counts: Tensor) -> Tensor:
         """Replace values by log(mean(exp(values))), as :meth:`mean` does by the mean; −inf where no entry is included."""
         index = self.inverse.expand_as(values)
-        lowest = values.new_full((len(values), self.num_unique), -torch.inf)
+        lowest = values.new_full((len(values), self.num_groups), -torch.inf)
         top = lowest.scatter_reduce(1, index, torch.where(counts, values, -torch.inf), "amax")[:, self.inverse]
         return top + self.mean((values - top).exp(), counts).log()
 
     def _sum_by_id(self, values: Tensor) -> Tensor:
-        return values.new_zeros(len(values), self.num_unique).index_add_(1, self.inverse, values)
+        return values.new_zeros(len(values), self.num_groups).index_add_(1, self.inverse, values)
 
 
 def in_batch(log_sums: Tensor, tau: Tensor, has_negatives: Tensor) -> Normalised:

@@ -100,10 +100,13 @@ class SampleState:
     ) -> None:
         self.num_samples, self.world = num_samples, world or World.alone()
         num_slots = len(range(self.world.rank, num_samples, self.world.size))
-        self.columns = {
-            name: torch.full((NUM_MODALITIES, num_slots), initial, dtype=torch.float32, device=device)
+        # Values of samples that other ranks own are written into one slot more, because choosing by a mask would make the
+        # host wait for a GPU.
+        self._slots = {
+            name: torch.full((NUM_MODALITIES, num_slots + 1), initial, dtype=torch.float32, device=device)
             for name, initial in columns.items()
         }
+        self.columns = {name: slots[:, :-1] for name, slots in self._slots.items()}
 
     @property
     def bytes_per_rank(self) -> int:
@@ -111,25 +114,27 @@ class SampleState:
         return sum(column.nbytes for column in self.columns.values())
 
     def read(self, ids: Tensor) -> dict[str, Tensor]:
-        """Return the values (2, B) of every column for ids (B,), equal on all ranks; ids outside [0, N) raise ValueError."""
-        low, high = (int(bound) for bound in torch.aminmax(ids))
-        if low < 0 or high >= self.num_samples:
+        """Return the values (2, B) of every column for ids (B,), equal on all ranks.
+
+        Ids outside [0, N) raise ValueError; on a GPU, whose answer the host does not wait for, they are out of bounds and
+        fail there.
+        """
+        is_known = ids.is_cuda or bool(((ids >= 0) & (ids < self.num_samples)).all())
+        if not is_known:
+            low, high = (int(bound) for bound in torch.aminmax(ids))
             raise ValueError(
                 f"id {low if low < 0 else high} is not one of the {self.num_samples} samples that the loss keeps state of "
                 f"(ids 0 to {self.num_samples - 1}): was the state made for another data set?"
             )
-        is_owned, slots = self._find_owned(ids)
-        values = torch.zeros(len(self.columns), NUM_MODALITIES, len(ids), device=ids.device)
-        for row, column in zip(values, self.columns.values(), strict=True):
-            row[:, is_owned] = column[:, slots]
+        is_owned, places = self._find(ids)
+        values = torch.stack([torch.where(is_owned, slots[:, places], 0.0) for slots in self._slots.values()])
         return dict(zip(self.columns, self.world.sum(values), strict=True))
 
     def update(self, ids: Tensor, values: dict[str, Tensor]) -> None:
         """Store values (2, B) of some columns for ids (B,); all occurrences of an id must have the same values."""
-        is_owned, slots = self._find_owned(ids)
+        _, places = self._find(ids)
         for name, value in values.items():
-            column = self.columns[name]
-            column[:, slots] = value[:, is_owned].to(column.dtype)
+            self._slots[name][:, places] = value.to(torch.float32)
 
     def fill(self, name: str, table: Tensor) -> None:
         """Set a column of all samples from a table (2, N) of positive numbers (else ValueError), which every rank has."""
@@ -166,7 +171,8 @@ class SampleState:
         for rank, path in enumerate(paths):
             # Determine which of the samples in this file, in order, belong to this rank, and their slots.
             ids = torch.arange(self.num_samples)[rank::num_writers]
-            is_owned, slots = self._find_owned(ids)
+            is_owned = ids % self.world.size == self.world.rank
+            places = ids[is_owned] // self.world.size
             if not is_owned.any():
                 continue
             with safe_open(path, "pt") as file:
@@ -176,12 +182,16 @@ class SampleState:
                 if set(file.keys()) != set(self.columns):
                     raise ValueError(f"{path} holds {_names(file.keys())}; this loss keeps {_names(self.columns)}")
                 for name, column in self.columns.items():
-                    column[:, slots] = file.get_tensor(name)[:, is_owned].to(column.device)
+                    column[:, places] = file.get_tensor(name)[:, is_owned].to(column.device)
 
-    def _find_owned(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which of the ids (B,) this rank owns, (B,) bool, and the slots of those."""
-        is_owned = ids % self.world.size == self.world.rank
-        return is_owned, ids[is_owned] // self.world.size
+    def _find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which of the ids (B,) this rank owns, (B,) bool, and their slots: the last one of an id of another rank."""
+        is_owned, last = (
+            ids % self.world.size == self.world.rank,
+            len(range(self.world.rank, self.num_samples, self.world.size)),
+        )
+        places = torch.where(is_owned, ids // self.world.size, last)
+        return is_owned, torch.where((ids >= 0) & (ids < self.num_samples), places, last + 1)
 
 
 def state_file_names(num_writers: int) -> list[str]:
