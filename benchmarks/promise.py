@@ -33,8 +33,7 @@ from benchmarks.measure import print_setting, print_table
 from benchmarks.small_models import CONTEXT_LENGTH, split_words, train_on_stream
 from jobs.engine.baselines import beats
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.headroom.job import figures, milli
-from jobs.scoring.headroom.tables import read_measured
+from jobs.scoring.headroom.job import figures, milli, read_measured
 from jobs.scoring.headroom.texts import Measurer, TextMeasurement, token_question
 from jobs.scoring.text_parts import read_parts, token_arrays
 from jobs.scoring.units import UnitStore

@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jobs.engine.command_line import run_job
-from jobs.scoring.analyses.config import Instructions, Noise, Openness, Phase, Subjectivity, TauMax
+from jobs.scoring.analyses.config import Decoders, Instructions, Noise, Openness, Phase, Subjectivity, TauMax
 from jobs.scoring.command import run_subcommand
-from jobs.scoring.decoders.config import Decoders
 
 ANALYSES = {
     "subjectivity": (Subjectivity, "jobs.scoring.analyses.texts:analyse_subjectivity"),

@@ -87,7 +87,7 @@ def describe(outcome: Outcome, config: GenerateConfig) -> str:
 
 def judgement(config: GenerateConfig) -> str:
     """Return the score of the texts by the judge's answers in `--judged`."""
-    from jobs.scoring.generation.judges import describe_judged
+    from jobs.scoring.generation.formats import describe_judged
 
     return describe_judged(config.judged, config.format, config.generator or config.model)
 

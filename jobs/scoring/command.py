@@ -66,17 +66,7 @@ def run_training(
     results: str,
     commands: Callable[[Any, str], list[list[str]]] = lambda config, export: [],
 ) -> int:
-    """Parse the arguments, plan or train with `make_plan` of the module `plan`, and print where the results are.
-
-    Args:
-        arguments: the command-line arguments.
-        presets: preset name → function that returns its configuration.
-        plan: module of the plan.
-        job: name of the job.
-        description: docstring of the job.
-        results: the files that are worth opening in the report's directory.
-        commands: returns the commands to suggest for a configuration and its export.
-    """
+    """Parse the arguments, plan or train with `make_plan` of the module `plan`, and print where the results are."""
     config, dry_run = parse_preset(presets, arguments, job=job, purpose=(description or "").splitlines()[0])
     # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
     from jobs.engine.launch import print_where_to_look, run_command
@@ -91,11 +81,7 @@ def run_training(
 def run_evaluation(
     arguments: Sequence[str], config_type: type[Config], launch: str, *, job: str, description: str | None
 ) -> int:
-    """Parse the arguments, run `evaluate` of the module `launch`, and print its table and where the results are.
-
-    Returns:
-        the exit status: 1 if units failed.
-    """
+    """Parse the arguments, run `evaluate` of the module `launch`, and print its table and where the results are."""
     with refusals_on_one_line():
         config = tyro.cli(config_type, args=arguments, prog=f"python -m jobs.{job}", description=description)
     # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.

@@ -47,13 +47,11 @@ class FeatureUnit(NamedTuple):
     """What one item of the pool makes: a file with the features of some rows."""
 
     files: FeatureFiles
-    """The files that it belongs to."""
     part: FeaturePart
     """The rows that the file holds; none for the file of the output layer, which is no file of features."""
 
     @property
     def num_rows(self) -> int:
-        """Number of rows."""
         return self.part.stop - self.part.start
 
 
@@ -78,19 +76,7 @@ def store_features(
     model: Callable[[], Callable[[Item], Finished]],
     noun: str,
 ) -> None:
-    """Make the files that are missing, then the manifest, whose presence marks the features as complete.
-
-    Args:
-        features: the features of one data set.
-        digest: digest of the model.
-        pool: number and resources of the models that compute at a time.
-        read, model, noun: see `jobs.scoring.units.Work`.
-
-    Raises:
-        ValueError: if the cluster is too small.
-        OSError: if there is no room for the features; the message says how much they take.
-        ScoringFailedError: if files could not be made; the others are kept.
-    """
+    """Make the files that are missing, then the manifest, whose presence marks the features as complete."""
     directory = features.directory
     print(f"{directory}\n{features.describe_size()}", flush=True)
     if exists(f"{directory}/{MANIFEST_FILE}"):
@@ -131,7 +117,6 @@ def _pool_options(workers: WorkersSection) -> dict[str, Any]:
 
 
 def read_blocks(features: Features, unit: FeatureUnit) -> Iterator[Item]:
-    """Yield the only item of a unit: its blocks."""
     text, part = features.text, unit.part
     blocks = {}
     if unit.num_rows:

@@ -23,8 +23,7 @@ from jobs.engine.metrics import TrackedRun, survive_outage
 from jobs.engine.tracking import finish_run, open_run
 from jobs.scoring.analyses.config import Analysis
 from jobs.scoring.config import EvaluationConfig
-from jobs.scoring.models import ModelSpec
-from jobs.scoring.units import ScoringFailedError, absolute_output, settings_digest
+from jobs.scoring.units import ModelSpec, ScoringFailedError, absolute_output, settings_digest
 from pipelines.storage import resolve
 
 
@@ -40,14 +39,11 @@ class Column:
 
     @classmethod
     def of_model(cls, model: ModelSpec) -> Column:
-        """Returns the empty column of a model."""
         return cls(title=model.label, parameters={"model": model.path})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """The figures of an evaluation."""
-
     columns: Sequence[Column]
     table: str
     """The table as Markdown."""
@@ -209,7 +205,6 @@ class Findings:
     title: str
     values: Mapping[str, Any]
     table: str
-    """The figures as a Markdown table."""
     conclusion: str
     """One line that says what they mean."""
     picture: str
@@ -223,10 +218,7 @@ class Findings:
 
 
 def publish_findings(config: Analysis, findings: Findings, *, uri: str) -> None:
-    """Publish the figures, the table and the picture of an analysis, and print the table and the conclusion.
-
-    `uri` is that of the MLflow store; if it is empty, nothing is logged.
-    """
+    """Publish the figures, the table and the picture of an analysis, and print the table and the conclusion."""
     values = {**findings.values, "title": findings.title, "settings": findings.settings}
     output, digest = absolute_output(config.output), settings_digest(findings.settings)
 

@@ -183,11 +183,6 @@ def map_archives(
     """Score the parts that the output lacks, and return the records of all archives.
 
     The tables of parts depend neither on the number of workers nor on the order in which they are finished.
-
-    Raises:
-        ValueError: if the cluster can never provide the workers.
-        ScoringFailedError: naming every archive that failed; the parts that were finished are kept.
-        TooManyProblemsError: if too many records were unreadable; the tables of the readable ones are kept.
     """
     store = UnitStore(output)
     done = store.parts()
@@ -214,7 +209,6 @@ def map_archives(
 
 
 def part_files(records: Sequence[ReadArchive]) -> list[str]:
-    """Returns the names of the tables of all parts of archives, in order."""
     return [file for number, record in enumerate(records) for file in record.files(number)]
 
 

@@ -8,6 +8,8 @@
   what it has finished (`UnitStore`), so that a job that is started again has less to do. The driver only learns the
   number of cases in them.
 
+`ModelSpec` describes a model that is scored, and `LoadedModel` holds the one that a worker used last.
+
 An exception is caught where it is raised and costs its unit. A worker that dies, for instance with its machine, is
 started again by Ray, and its item is tried again; an item that ends its worker every time costs its unit too.
 """
@@ -76,7 +78,6 @@ class UnitStore:
     directory: str
 
     def names(self) -> frozenset[str]:
-        """Returns the names of all files."""
         filesystem, path = resolve(self.directory)
         files = filesystem.get_file_info(FileSelector(path, allow_not_found=True))
         return frozenset(file.base_name for file in files if file.type == FileType.File)
@@ -94,7 +95,6 @@ class UnitStore:
                 write_json(f"{self.directory}/{name}", content)
 
     def read(self, name: str) -> bytes:
-        """Returns the content of a file, which must exist."""
         return read_bytes(f"{self.directory}/{name}")
 
     def read_json(self, name: str) -> dict[str, Any] | None:
@@ -124,14 +124,12 @@ def part_file(archive: int, part: int) -> str:
 
 
 def to_parquet(table: pa.Table) -> bytes:
-    """Returns the content of a table's file."""
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
     return bytes(sink.getvalue())
 
 
 def settings_digest(settings: Mapping[str, Any]) -> str:
-    """Returns a hash of settings, as 16 hex digits."""
     return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
@@ -163,8 +161,6 @@ class Work(Generic[Unit]):
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What became of all units."""
-
     failed: dict[str, str] = field(default_factory=dict)
     """Title → reason for every unit that failed."""
     num_cases: int = 0
@@ -173,7 +169,6 @@ class Outcome:
     """Place of a unit → what the model sent of its items."""
 
     def check(self) -> None:
-        """Raise a ScoringFailedError if units failed."""
         if self.failed:
             raise ScoringFailedError(self.failed)
 
@@ -191,9 +186,6 @@ def map_units(
     Requests to object stores that were repeated are said too, at most once a minute and at the end. A unit that fails
     does not stop the others, unless `_MAX_FAILURES_IN_A_ROW` items failed one after another. A store must be reachable
     from all machines.
-
-    Raises:
-        ValueError: if the cluster is too small for the pool.
     """
     outcome = Outcome()
     if not units:
@@ -242,7 +234,6 @@ class _Row:
     num_retries: int = 0  # requests to object stores that were repeated since the row before
 
     def in_batch(self) -> dict[str, np.ndarray]:
-        """Return a batch of this row."""
         return {"item": np.array([self], dtype=object)}
 
 
@@ -360,8 +351,6 @@ def read_unit(batch: Batch, read: Callable[[Any], Iterable[Any]]) -> Iterator[Ba
 
 
 class Worker:
-    """What an actor of the pool does."""
-
     def __init__(
         self, build: Callable[[], Callable[[Any], Finished]], store: UnitStore | None, num_threads: int
     ) -> None:
@@ -393,3 +382,53 @@ class Worker:
 def describe_error(error: BaseException) -> str:
     """Returns the type and the text of an exception in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """Description of a model, to be sent to the workers."""
+
+    label: str
+    path: str
+    """Absolute path or URI of its directory, or its hub name."""
+    digest: str
+    """Digest of the files that decide its outputs; TempNets have digests of their own."""
+
+
+Spec = TypeVar("Spec", bound=ModelSpec)
+Model = TypeVar("Model")
+
+
+class LoadedModel(Generic[Spec, Model]):
+    """The model that a worker used last; it is freed before another one is loaded."""
+
+    def __init__(self, load: Callable[[Spec], Model]) -> None:
+        self._load = load
+        self._spec: Spec | None = None
+        self._model: Model | None = None
+
+    def get(self, spec: Spec) -> Model:
+        if self._model is None or self._spec != spec:
+            self._model = None
+            self._model, self._spec = self._load(spec), spec
+        return self._model
+
+
+def model_labels(paths: Sequence[str]) -> list[str]:
+    """Returns a short, distinct label for every model path.
+
+    The label of `<run>/export` is the name of the run, and that of any other path is its last part. Models that would
+    share a short name are labelled with their whole path. If the same path occurs several times, its labels are
+    numbered.
+    """
+    parts = [[part for part in path.split("/") if part] for path in paths]
+    short = [names[-2] if names[-1] == "export" and len(names) > 1 else names[-1] for names in parts]
+    counts = Counter(short)
+    labels = [name if counts[name] == 1 else path for name, path in zip(short, paths, strict=True)]
+    seen = Counter(labels)
+    numbered = Counter[str]()
+    for index, label in enumerate(labels):
+        if seen[label] > 1:  # the same path more than once: one model with several TempNets
+            numbered[label] += 1
+            labels[index] = f"{label} ({numbered[label]})"
+    return labels

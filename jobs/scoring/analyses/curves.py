@@ -28,16 +28,13 @@ class Curves:
     """Some figures, each at all values of a quantity."""
 
     quantity: str
-    """Name of the quantity."""
     points: Mapping[float, Mapping[str, Interval]]
     """Value of the quantity, rising → name of each figure → the figure."""
 
     def of(self, figure: str) -> list[Interval]:
-        """Return a figure at every value."""
         return [row[figure] for row in self.points.values()]
 
     def values(self) -> dict[str, Any]:
-        """Return the curves in the form of JSON."""
         points = [
             {self.quantity: x, **{name: point.as_json() for name, point in row.items()}}
             for x, row in self.points.items()
@@ -45,7 +42,6 @@ class Curves:
         return {"quantity": self.quantity, "points": points}
 
     def table(self) -> str:
-        """Return a Markdown table with a row for every value of the quantity."""
         rows = [[f"{x:g}", *map(show, row.values())] for x, row in self.points.items()]
         return markdown_table([[self.quantity, *next(iter(self.points.values()))], *rows])
 
@@ -90,7 +86,6 @@ class Curves:
 
 
 def show(point: Interval) -> str:
-    """Return a figure with its interval as text."""
     mean, half = point
     return f"{mean:.4g}" + ("" if math.isnan(half) else f" ± {half:.2g}")
 
@@ -108,12 +103,7 @@ _OPENNESS_FIGURES = {
 
 
 def analyse_openness(config: Openness) -> Curves:
-    """Run the analysis, which reads what the runs have left in their directories, and return the curves.
-
-    Raises:
-        FileNotFoundError: if a run is not finished.
-        ValueError: if a run learned no temperature of a language model, or the runs were validated at other steps.
-    """
+    """Run the analysis, which reads what the runs have left in their directories, and return the curves."""
     uri = resolve_uri(config.tracking, config.run.resolved_storage)
     outcomes = {run: _read_outcome(run) for run in config.runs}
     scores = {run: {row["step"]: row["scores"] for row in outcome["validations"]} for run, outcome in outcomes.items()}
@@ -156,12 +146,7 @@ _TAU_MAX_FIGURES = {"wikitext/word_perplexity": "word perplexity", "wikitext/tau
 
 
 def analyse_tau_max(config: TauMax) -> Curves:
-    """Run or continue the analysis, and return the curves: means over the models.
-
-    Raises:
-        ValueError, OSError: before any work starts, if models, TempNets and text do not fit together.
-        ScoringFailedError: naming what failed.
-    """
+    """Run or continue the analysis, and return the curves: means over the models."""
     from jobs.scoring.language_models.config import EvaluateConfig, Temperature
     from jobs.scoring.language_models.evaluate import evaluate
 

@@ -52,11 +52,6 @@ def analyse_phase(config: Phase) -> Curves:
 
     Where trials have the same ρ, shown are means over them with intervals over trials; otherwise the interval is that over
     samples.
-
-    Raises:
-        FileNotFoundError, ValueError: before any work starts, if the sweep has no finished trials of dual encoders with
-            TempNets at two values of ρ, or the images lack the label.
-        ScoringFailedError: naming what failed.
     """
     uri = resolve_uri(config.tracking, config.run.resolved_storage)
     trials = _find_trials(config.sweep)
@@ -124,13 +119,7 @@ Groups = Mapping[str, np.ndarray]
 
 
 def analyse_noise(config: Noise) -> dict[str, Any]:
-    """Run or continue the analysis, and return its figures.
-
-    Raises:
-        FileNotFoundError, ValueError: before any work starts, if model and images do not fit together; ValueError too if a
-            group has fewer than two pairs.
-        ScoringFailedError: naming what failed.
-    """
+    """Run or continue the analysis, and return its figures."""
     uri = resolve_uri(config.tracking, config.run.resolved_storage)
     noise = CaptionNoise(share=config.share, seed=config.seed)
     settings = replace(_prediction_settings(config, config.model), noise=noise)
@@ -163,13 +152,7 @@ def analyse_noise(config: Noise) -> dict[str, Any]:
 
 
 def group_pairs(ids: np.ndarray, numbers: np.ndarray, noise: CaptionNoise) -> Groups:
-    """Return which pairs are clean, noisy, and both noisy and above the median of the label.
-
-    Args:
-        ids: ids (n,) of the pairs.
-        numbers: label (n,) of the pairs, NaN where there is none.
-        noise: the noise that the captions got.
-    """
+    """Return which pairs are clean, noisy, and both noisy and above the median of the label."""
     is_noisy = np.array([noise.selects(int(pair)) for pair in ids], dtype=bool)
     is_frequent = numbers > np.nanmedian(numbers)
     groups = {"clean": ~is_noisy, "noisy": is_noisy, "noisy and frequent": is_noisy & is_frequent}
@@ -207,7 +190,6 @@ def conclude_noise(values: Mapping[str, Any]) -> str:
 
 
 def plot(groups: Groups, tau: Mapping[str, np.ndarray], path: Path) -> None:
-    """Plot the distribution of τ in every group, images above captions."""
     with picture(path, len(tau), figsize=(7, 1 + 2.4 * len(tau)), title=_TITLE) as rows:
         for axes, (noun, of_kind) in zip(rows[:, 0], tau.items(), strict=True):
             edges = np.histogram_bin_edges(of_kind, bins=40)

@@ -158,22 +158,15 @@ def _csv_rows(path: str, needed: set[str]) -> Iterator[dict[str, Any]]:
 
 
 def analyse_subjectivity(config: Subjectivity) -> dict[str, Any]:
-    """Run or continue the analysis of τ by subjectivity."""
     return analyse(config, read_subjectivity(config.data, config.by), f"τ by subjectivity of the {config.by}")
 
 
 def analyse_instructions(config: Instructions) -> dict[str, Any]:
-    """Run or continue the analysis of τ by the verb of the instruction."""
     return analyse(config, read_instructions(config.data, config.num_verbs), "τ by the verb of the instruction")
 
 
 def analyse(config: TextAnalysis, records: Records, title: str) -> dict[str, Any]:
-    """Run or continue the analysis of some records, print its table, and return the figures.
-
-    Raises:
-        ValueError, OSError: before any work starts, if model, TempNet and records do not fit together.
-        ScoringFailedError, TooManyProblemsError: see `predict_archives`.
-    """
+    """Run or continue the analysis of some records, print its table, and return the figures."""
     if records.has_order and len(records.records) < LEAST_RECORDS:
         raise ValueError(
             f"data = {config.data} has {len(records.records)} records that can be used, and an interval of a rank "
@@ -227,13 +220,7 @@ def read_means(output: str) -> dict[int, float]:
 
 
 def figures(records: Records, groups: Sequence[str], tau: np.ndarray) -> dict[str, Any]:
-    """Return the figures of all groups, each mean with its 95 % half-width over records (None for a single record).
-
-    Args:
-        records: names and order of the groups, and what was left out.
-        groups: group of every record (n).
-        tau: mean τ of every record (n,).
-    """
+    """Return the figures of all groups, each mean with its 95 % half-width over records (None for a single record)."""
     rows = []
     names = np.array(groups)
     for group in records.groups:
@@ -276,7 +263,6 @@ def conclusion(values: dict[str, Any]) -> str:
 
 
 def table(values: dict[str, Any]) -> str:
-    """Return a Markdown table with a row for each group: records, and mean τ with its 95 % interval."""
     ordered = _in_order(values)[:: 1 if values["spearman"] else -1]
     rows = [[row["group"], f"{row['num_records']}", _interval(row)] for row in ordered]
     return markdown_table([["group", "records", "mean τ"], *rows])
@@ -287,7 +273,6 @@ def _interval(row: dict[str, Any]) -> str:
 
 
 def plot(values: dict[str, Any], title: str, path: Path) -> None:
-    """Plot the mean τ of every group with its 95 % interval."""
     rows = _in_order(values)
     with picture(path, figsize=(7, 1.2 + 0.3 * len(rows))) as ((axes,),):
         places, halves = range(len(rows)), [row["half_width"] or 0.0 for row in rows]

@@ -47,10 +47,7 @@ def calibrate_rho(job: Rho) -> None:
 
 
 def _configure(job: Rho) -> LanguageModelConfig:
-    """Return the configuration of a run on the job's model and text, with absolute paths.
-
-    The text and the model are looked at before Ray starts, so that a wrong path is refused at once.
-    """
+    """Return the configuration of a run on the job's model and text, with absolute paths."""
     config = LanguageModelConfig(
         run=RunSection(name="calibration", storage=job.storage),
         data=DataSection(

@@ -24,11 +24,7 @@ from tempnet.network import TempNet
 
 
 def calibrate_tau_max(job: TauMax) -> None:
-    """Run the subcommand `tau-max`: generate, search, print the result and save it with the TempNet.
-
-    Raises:
-        CalibrationError: if the mean τ is not known well enough after `max_rounds` rounds.
-    """
+    """Run the subcommand `tau-max`: generate, search, print the result and save it with the TempNet."""
     places = _copy_inputs(job)
     source, place = job.tempnet or job.model, places["tempnet"] or places["model"]
     directory = find_tempnet(place)

@@ -32,7 +32,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from jobs.scoring.decoders.config import Decoders
+from jobs.scoring.analyses.config import Decoders
 from jobs.scoring.decoders.model import (
     FrozenModel,
     MeasuredText,
@@ -180,15 +180,12 @@ def text_loss(texts: Sequence[Sequence[SampledText]]) -> float:
 
 
 def text_length(texts: Sequence[Sequence[SampledText]]) -> float:
-    """Return the mean number of tokens drawn for a text."""
     lengths = [text.num_drawn for samples in texts for text in samples]
     return sum(lengths) / len(lengths)
 
 
 @dataclass(slots=True, kw_only=True)
 class Comparison:
-    """Results of the bench."""
-
     num_tokens: int
     human_loss: float
     """NLL of the choosing documents at τ = 1, in nats per token."""
@@ -211,7 +208,6 @@ def split_text(text: MeasuredText) -> tuple[MeasuredText, MeasuredText]:
 
 
 def score_rules(model: FrozenModel, text: MeasuredText, rules: Mapping[str, Rule], *, seed: int) -> LikelihoodSums:
-    """Return the scores of rules on every token of documents, by name."""
     sums = LikelihoodSums(int(text.documents.max()) + 1)
     for document in torch.unique(text.documents).tolist():
         hidden, targets, _ = text.part(text.documents == document)
@@ -299,15 +295,12 @@ BenchUnit = TextUnit | ControlUnit | SampleUnit
 
 
 class BenchWorker:
-    """Holds the model, and does units of work."""
-
     def __init__(self, settings: BenchSettings) -> None:
         self._settings = settings
         self._model = FrozenModel(settings.config, vocab_size=settings.vocab_size, bos_id=settings.bos_id)
 
     @cached_property
     def text(self) -> MeasuredText:
-        """The tokens of all documents, which the model reads when they are first needed."""
         return self._model.measure(self._settings.documents, self._settings.config.batch_size)
 
     def __call__(self, unit: BenchUnit) -> Finished:

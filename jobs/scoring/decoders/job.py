@@ -18,6 +18,7 @@ from jobs.engine.export import model_digest
 from jobs.engine.fields import absolute_path
 from jobs.engine.identity import flatten
 from jobs.engine.tracking import resolve_uri
+from jobs.scoring.analyses.config import Decoders
 from jobs.scoring.decoders.bench import (
     CONSTANT,
     BenchSettings,
@@ -27,14 +28,12 @@ from jobs.scoring.decoders.bench import (
     PromptFigures,
     run_bench,
 )
-from jobs.scoring.decoders.config import Decoders
 from jobs.scoring.decoders.model import SampledText
 from jobs.scoring.generation.formats import FORMATS, Prompt, read_prompts
 from jobs.scoring.generation.sampling import cut
-from jobs.scoring.models import model_labels
 from jobs.scoring.results import Findings, publish_findings
 from jobs.scoring.text_parts import list_sources
-from jobs.scoring.units import Work, map_units
+from jobs.scoring.units import Work, map_units, model_labels
 from jobs.tasks.base import naming_field
 from jobs.tasks.language_model.data import warn_of_known_text
 from pipelines.archives import Archive
@@ -52,13 +51,7 @@ _LEAST = 4
 
 
 def compare_decoders(config: Decoders) -> dict[str, Any]:
-    """Run the job, print its table, and return the figures.
-
-    Raises:
-        ValueError, OSError: before any work starts, if model, text, prompts and TempNets do not fit together.
-        ScoringFailedError: naming the units that failed.
-        TooManyProblemsError: if too many records are unreadable.
-    """
+    """Run the job, print its table, and return the figures."""
     uri = resolve_uri(config.tracking, config.run.resolved_storage)
     settings, prompts, tokenizer, known = resolve_settings(config)
     verify = make_verifier(config, prompts, tokenizer)
@@ -203,7 +196,6 @@ def make_verifier(
 
 
 def run_units(settings: BenchSettings, units: Sequence[BenchUnit]) -> list[Any]:
-    """Do units of work in the pool, and return their results in order."""
     work: Work[BenchUnit] = Work(model=partial(BenchWorker, settings), title=lambda unit: unit.title)
     outcome = map_units(units, work, settings.config.workers)
     outcome.check()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import TopPLogitsWarper
 
-from jobs.scoring.decoders.config import Decoders
+from jobs.scoring.analyses.config import Decoders
 from jobs.scoring.generation.sampling import draw
 from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import load_tokenizer
@@ -68,8 +68,6 @@ class MeasuredText(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SampledText:
-    """A text that a rule has sampled."""
-
     tokens: list[int]
     """Its tokens, without the token that ends it."""
     num_drawn: int
@@ -153,7 +151,6 @@ class FrozenModel:
     def _continue(
         self, rule: Rule, ids: Tensor, streams: list[random.Random], state: Tensor | None, num_tokens: int
     ) -> list[SampledText]:
-        """Continue prompts (B, P) of equal length."""
         drawn, scores, cache = list[Tensor](), list[Tensor](), None
         ended = torch.zeros(len(ids), dtype=torch.bool)
         for _ in range(num_tokens):
@@ -191,8 +188,6 @@ def _equal_lengths(prompts: Sequence[Sequence[int]], batch_size: int) -> Iterato
 def train_networks(
     model: FrozenModel, text: MeasuredText, *, num_steps: int, seed: int
 ) -> dict[str, TempNet | AutoDecoHeads]:
-    """Train the networks of the three learned decoders."""
-
     def train(network: nn.Module, loss_of: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         """Minimise a loss of logits, hidden states and targets with AdamW, whose rate falls to 0 linearly."""
         generator = torch.Generator().manual_seed(seed)

@@ -23,9 +23,8 @@ import torch
 from jobs.engine.fields import absolute_path
 from jobs.scoring.config import PoolSection
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.models import LoadedModel, ModelSpec, model_labels
 from jobs.scoring.temperatures.config import PredictPairTemperaturesConfig
-from jobs.scoring.units import Finished, UnitStore, Work, map_units
+from jobs.scoring.units import Finished, LoadedModel, ModelSpec, UnitStore, Work, map_units, model_labels
 from jobs.tasks.base import naming_field
 from pipelines.archives import resolve_source
 from pipelines.images.captions import CaptionEncoder
@@ -54,11 +53,7 @@ class DualEncoderSpec(ModelSpec):
 
     @classmethod
     def read(cls, label: str, path: str, *, field: str = "models") -> DualEncoderSpec:
-        """Returns the description of a dual encoder, which is loaded once to check that it can be.
-
-        Raises:
-            ValueError: naming the field and the path, if it is not a directory with a dual encoder.
-        """
+        """Returns the description of a dual encoder, which is loaded once to check that it can be."""
         try:
             place = Path(local_copy(path))
         except ValueError as error:
@@ -88,14 +83,11 @@ class DualEncoderSpec(ModelSpec):
 
     @property
     def tokenizer(self) -> str:
-        """Directory of the model's tokenizer."""
         beside = join(self.path, TEXT_ENCODER_DIRECTORY)
         return beside if is_directory(beside) else self.path
 
 
 class Encoder:
-    """A dual encoder with its tokenizer."""
-
     def __init__(self, spec: DualEncoderSpec, *, precision: str, batch_size: int, use_gpu: bool = False) -> None:
         self._device = torch.device("cuda" if use_gpu else "cpu")
         model = DualEncoder.from_pretrained(local_copy(spec.path), autocast_dtype=_DTYPES[precision])
@@ -128,7 +120,6 @@ class Encoder:
 
 
 def caption_encoder(spec: DualEncoderSpec, *, field: str = "models") -> CaptionEncoder:
-    """Returns a caption encoder with the model's tokenizer and number of tokens per text."""
     try:
         tokenizer = load_tokenizer(spec.tokenizer, needs_eos=False)
     except ValueError as error:
@@ -206,7 +197,6 @@ class EncodingUnit:
 
     model: DualEncoderSpec
     data: str
-    """Name of the data set."""
     modality: Literal["image", "text"]
     start: int
     stop: int
@@ -217,20 +207,16 @@ class EncodingUnit:
 
     @property
     def file(self) -> str:
-        """Name of the file of its embeddings."""
         return f"{self.key}.safetensors"
 
     @property
     def title(self) -> str:
-        """Name of the unit in messages."""
         return f"{self.model.label} · {self.data} · {self.modality}s {self.start}–{self.stop - 1}"
 
 
 def encoding_units(
     model: DualEncoderSpec, precision: str, data: str, images: ImageSet, texts: Sequence[str]
 ) -> tuple[list[EncodingUnit], list[EncodingUnit]]:
-    """Returns the units of a data set's images, and those of its texts."""
-
     def key(*what: Any) -> str:
         content = json.dumps([_VERSION, model.digest, precision, *what]).encode()
         return hashlib.blake2b(content, digest_size=12).hexdigest()
@@ -290,8 +276,6 @@ def read_images(images: ImageSet, numbers: Sequence[int], image_size: int) -> tu
 
 
 class _UnitEncoder:
-    """Encodes units in a worker, which holds one model at a time."""
-
     def __init__(self, **options: Any) -> None:
         self._encoder = LoadedModel[DualEncoderSpec, Encoder](lambda spec: Encoder(spec, **options))
 
@@ -319,16 +303,7 @@ def encode_missing(
     precision: str,
     batch_size: int,
 ) -> dict[str, str]:
-    """Encode the units that the store lacks, and return title → reason for every unit that failed.
-
-    Args:
-        units: the units; those that are in the store already, or occur twice, are not encoded again.
-        sets: the images of every data set, by name.
-        store: where the embeddings go.
-        pool: number and resources of the workers.
-        precision: precision of the encoders, fp32 or bf16.
-        batch_size: number of images, or of texts, per forward pass.
-    """
+    """Encode the units that the store lacks, and return title → reason for every unit that failed."""
     by_key = {unit.key: unit for unit in units}  # two data sets may have the same texts
     finished = store.names()
     left = [unit for unit in by_key.values() if unit.file not in finished]

@@ -37,11 +37,7 @@ def extract_answer(text: str) -> str | None:
 
 
 def gold_answer(answer: str) -> str:
-    """Returns the number after `####` in a reference solution.
-
-    Raises:
-        ValueError: if there is no such number.
-    """
+    """Returns the number after `####` in a reference solution."""
     _, mark, number = answer.rpartition("####")
     if not mark or not (match := _NUMBER.fullmatch(number.strip())):
         raise ValueError("`answer` does not end in #### and a number")
@@ -69,5 +65,4 @@ def majority_score(samples: Sequence[tuple[Hashable | None, bool]], k: int) -> f
 
 
 def divisors(number: int) -> list[int]:
-    """Returns all divisors of a number, from 1 to the number itself."""
     return [k for k in range(1, number + 1) if number % k == 0]

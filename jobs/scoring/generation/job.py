@@ -48,10 +48,6 @@ class RecordFile:
     `<file>.settings.json` beside the file holds the settings whose hash is stored in every record. Lines are appended
     to a local file. Nothing can be appended to an object at a URI, so it is written anew, at most every 30 seconds, and
     by :meth:`save`. An incomplete last line, left by an interruption, is removed.
-
-    Raises:
-        OSError: if the file cannot be read or written.
-        ValueError: if the file holds anything other than records of this job, or records made with other settings.
     """
 
     def __init__(self, path: str, settings: Mapping[str, Any]) -> None:
@@ -135,13 +131,7 @@ class Outcome:
 
 
 def run(config: GenerateConfig) -> Outcome:
-    """Generate the missing texts, and write the file that the format expects.
-
-    Raises:
-        OSError: if an input file does not exist.
-        ValueError: if an input is invalid. It is raised before the model is loaded, except when the loaded model's
-            vocabulary does not fit.
-    """
+    """Generate the missing texts, and write the file that the format expects."""
     prompts, prompt_format = read_prompts(config.prompts, config.format, config.limit), FORMATS[config.format]
     room = room_for_prompts(config.model, config.max_new_tokens, trust_remote_code=config.trust_remote_code)
     tokenizer = load_tokenizer(config.model)
@@ -190,7 +180,6 @@ def run(config: GenerateConfig) -> Outcome:
 
 
 def is_chat(chat: str, tokenizer: PreTrainedTokenizerFast, model: str) -> bool:
-    """Return whether prompts are put into the tokenizer's chat template, by the option `chat`."""
     if chat == "on" and tokenizer.chat_template is None:
         raise ValueError(f"chat = on: the tokenizer of {model} has no chat template")
     return chat != "off" and tokenizer.chat_template is not None

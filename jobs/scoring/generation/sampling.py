@@ -172,11 +172,7 @@ class Generated:
 
 
 def load_model(config: LocalModel) -> Any:
-    """Load the model of a configuration on its device; `auto` is a GPU if there is one.
-
-    Raises:
-        ValueError: if the device is a CUDA device and there is none.
-    """
+    """Load the model of a configuration on its device; `auto` is a GPU if there is one."""
     device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"device = {device}: torch finds no CUDA device here; cpu is one")
@@ -195,9 +191,6 @@ class Sampler:
     """A model on its device, ready to generate batches of texts.
 
     Of the generation settings that are shipped with the model, only its end-of-text tokens are used (`end_ids`).
-
-    Raises:
-        ValueError: if the device is a CUDA device and there is none, or the model does not fit the TempNet.
     """
 
     def __init__(

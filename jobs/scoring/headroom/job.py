@@ -1,6 +1,9 @@
 """The job: held-out data → tables of measured predictions → the test → figures, a verdict, a diagram and MLflow.
 
-The figures depend neither on the number of workers nor on the order in which they finish.
+The figures depend neither on the number of workers nor on the order in which they finish. A table of measured predictions
+is one Parquet file per part with one row per token, read back a few thousand rows at a time.
+
+Shapes: N tokens, J nodes of a profile, d hidden size.
 """
 
 from __future__ import annotations
@@ -13,19 +16,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import ray
 import torch
+from torch import Tensor
 
 from jobs.engine.cluster import start_ray
 from jobs.engine.description import markdown_table
 from jobs.engine.identity import flatten
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.headroom.tables import count_documents, read_measured
 from jobs.scoring.results import ResultRun, picture, publish
 from jobs.scoring.units import UnitStore, absolute_output, settings_digest
-from tempnet.headroom.features import FEATURE_SETS
-from tempnet.headroom.profile import TAU_RANGE
+from pipelines.storage import resolve
+from tempnet.headroom.features import FEATURE_SETS, Tokens
+from tempnet.headroom.profile import NUM_NODES, TAU_RANGE, Profiles
 from tempnet.headroom.run import CONSTANT, ONE, HeadroomTest, run_headroom_test
 from tempnet.intervals import Interval, ratio_interval
 
@@ -187,7 +195,6 @@ def plot(results: Sequence[tuple[Question, HeadroomTest, dict[str, Any]]], path:
 
 
 def milli(interval: Interval) -> str:
-    """Returns an interval in nats as text in thousandths."""
     return f"{1000 * interval.mean:.1f} ± {1000 * interval.half_width:.1f}"
 
 
@@ -209,13 +216,7 @@ DIAGRAM_FILE = "reliability.png"
 
 
 def measure_headroom(config: Headroom) -> dict[str, Any]:
-    """Run or continue the job, print its tables and verdicts, and return what headroom.json holds.
-
-    Raises:
-        ValueError, OSError: as far as possible before any work starts, naming the field and the value.
-        ScoringFailedError: naming everything that failed; what was finished is kept.
-        TooManyProblemsError: if too many records are unreadable.
-    """
+    """Run or continue the job, print its tables and verdicts, and return what headroom.json holds."""
     from jobs.scoring.headroom.pairs import PairMeasurement
     from jobs.scoring.headroom.texts import TextMeasurement
 
@@ -268,7 +269,6 @@ def measure_headroom(config: Headroom) -> dict[str, Any]:
 
 
 def run_test(output: str, question: Question, num_folds: int, num_threads: int) -> HeadroomTest:
-    """Run the test that answers a question on its tables, in this process."""
     torch.set_num_threads(num_threads)
     return run_headroom_test(
         lambda: read_measured(output, question.files, with_end=question.with_end),
@@ -282,3 +282,93 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _finite(item) for name, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+_NUM_DOCUMENTS = b"num_documents"
+_ROWS_AT_ONCE = 4096
+# Hidden states are stored in half precision, whose largest number this is.
+_MAX_HALF = 65504.0
+
+
+def measured_table(
+    tokens: Tokens, documents: np.ndarray, *, num_documents: int, is_end: np.ndarray | None = None
+) -> pa.Table:
+    """Returns the table of the N tokens of a part."""
+    columns = {
+        "document": pa.array(documents.astype(np.int32)),
+        "is_end": pa.array(np.zeros(len(documents), dtype=bool) if is_end is None else is_end),
+        "target": pa.array(tokens.profiles.target.float().numpy()),
+        "margin": pa.array(tokens.margin.float().numpy()),
+        "maximum": pa.array(tokens.maximum.float().numpy()),
+        "profile": _rows(tokens.profiles.values.float().flatten(1).numpy()),
+        "hidden": _rows(tokens.hidden.clamp(-_MAX_HALF, _MAX_HALF).half().numpy()),
+    }
+    return pa.table(columns).replace_schema_metadata({_NUM_DOCUMENTS: str(num_documents)})
+
+
+def read_measured(output: str, files: Sequence[str], *, with_end: bool = True) -> Iterator[tuple[Tokens, Tensor]]:
+    """Yields the tokens of the tables in order, with the number (N,) of each token's document among all documents.
+
+    Without `with_end`, end-of-text tokens are not among them.
+    """
+    num_before = 0
+    for file in files:
+        for batch in _batches(output, file):
+            if not with_end and "is_end" in batch.schema.names:
+                batch = batch.filter(pc.invert(batch["is_end"]))
+            if batch.num_rows:
+                yield _tokens(batch), torch.from_numpy(batch["document"].to_numpy().astype(np.int64)) + num_before
+        num_before += count_documents(output, [file])
+
+
+def end_losses(output: str, files: Sequence[str]) -> Tensor:
+    """Returns the cross-entropies at τ = 1 of all end-of-text tokens: (n,)."""
+    columns = ["is_end", "profile", "target"]
+    ends = [batch.filter(batch["is_end"]) for file in files for batch in _batches(output, file, columns)]
+    found = [_profiles(batch).cross_entropy(0.0) for batch in ends if batch.num_rows]
+    return torch.cat([torch.empty(0, dtype=torch.float64), *found])
+
+
+def count_documents(output: str, files: Sequence[str]) -> int:
+    total = 0
+    for file in files:
+        filesystem, path = resolve(f"{output}/{file}")
+        total += int(pq.read_schema(path, filesystem=filesystem).metadata[_NUM_DOCUMENTS])
+    return total
+
+
+def _batches(output: str, file: str, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
+    filesystem, path = resolve(f"{output}/{file}")
+    with filesystem.open_input_file(path) as stream:
+        yield from pq.ParquetFile(stream).iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns)
+
+
+def _tokens(batch: pa.RecordBatch) -> Tokens:
+    return Tokens(
+        _profiles(batch),
+        _vector(batch["margin"]),
+        _vector(batch["maximum"]),
+        torch.from_numpy(_matrix(batch["hidden"], np.float16)).double(),
+    )
+
+
+def _profiles(batch: pa.RecordBatch) -> Profiles:
+    values = _matrix(batch["profile"], np.float32).reshape(batch.num_rows, NUM_NODES, 3)
+    return Profiles(torch.from_numpy(values).double(), _vector(batch["target"]))
+
+
+def _rows(matrix: np.ndarray) -> pa.Array:
+    """Returns the rows of a matrix as binary values of fixed size, which Parquet stores as they are."""
+    matrix = np.ascontiguousarray(matrix)
+    size = matrix.shape[1] * matrix.itemsize
+    return pa.Array.from_buffers(pa.binary(size), len(matrix), [None, pa.py_buffer(matrix)])
+
+
+def _matrix(column: pa.Array, dtype: type) -> np.ndarray:
+    size = column.type.byte_width // np.dtype(dtype).itemsize
+    flat: np.ndarray = np.frombuffer(column.buffers()[1], dtype=dtype)
+    return flat[column.offset * size : (column.offset + len(column)) * size].reshape(len(column), size).copy()
+
+
+def _vector(column: pa.Array) -> Tensor:
+    return torch.from_numpy(column.to_numpy().astype(np.float64))

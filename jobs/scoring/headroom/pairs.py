@@ -46,8 +46,7 @@ from jobs.scoring.dual_encoders.encoder import (
     resolve_pairs,
 )
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.headroom.job import Question
-from jobs.scoring.headroom.tables import measured_table
+from jobs.scoring.headroom.job import Question, measured_table
 from jobs.scoring.units import (
     Finished,
     ScoringFailedError,
@@ -88,7 +87,6 @@ class ImageRange(NamedTuple):
     stop: int
 
     def file(self, direction: str) -> str:
-        """Returns the name of the table of a direction."""
         return part_file(list(DIRECTIONS).index(direction), self.number)
 
 
@@ -102,8 +100,6 @@ class Gallery(NamedTuple):
 
 
 class EmbeddedWindow(NamedTuple):
-    """A window with the embeddings of its pairs."""
-
     window: ImageRange
     images: np.ndarray
     """(n, d) unit rows, float32."""
@@ -138,7 +134,6 @@ class WindowMeasurer:
         self._unit_tau, self._gallery_images, self._seed = unit_tau, gallery_images, seed
 
     def __call__(self, embedded: EmbeddedWindow) -> Finished:
-        """Make the tables of a window."""
         num_images = len(embedded.images)
         files = {
             embedded.window.file(name): to_parquet(measured_table(tokens, embedded.owners, num_documents=num_images))
@@ -204,13 +199,11 @@ class _Embedded(NamedTuple):
     """(t,) number of the image that each caption belongs to; it never falls."""
 
     def read(self, window: ImageRange) -> EmbeddedWindow:
-        """Read the embeddings of a window."""
         first, stop = np.searchsorted(self.owners, [window.first, window.stop]).tolist()
         images, texts = self._rows(self.images, window.first, window.stop), self._rows(self.texts, first, stop)
         return EmbeddedWindow(window, images, texts, self.owners[first:stop] - window.first)
 
     def _rows(self, units: list[EncodingUnit], first: int, stop: int) -> np.ndarray:
-        """Return the rows of the images, or texts, first … stop − 1."""
         chosen = [unit for unit in units if unit.start < stop and unit.stop > first]
         rows = read_embeddings(self.store, chosen).rows
         return rows[first - chosen[0].start : stop - chosen[0].start]
@@ -229,7 +222,6 @@ class PairMeasurement:
 
     @classmethod
     def resolve(cls, config: Headroom) -> PairMeasurement:
-        """Check a configuration."""
         images, model = resolve_pairs(config)
         with naming_field("model: "):
             own_tau = load_training_temperature(local_copy(model.path))
@@ -237,7 +229,6 @@ class PairMeasurement:
 
     @property
     def source(self) -> str:
-        """Path or URI of the images."""
         return self.images.source
 
     def record(self) -> dict[str, Any]:
@@ -291,7 +282,6 @@ class PairMeasurement:
         ]
 
     def _encode(self, output: str) -> _Embedded:
-        """Prepare the images and encode what the store lacks."""
         config = self.config
         manifest = prepare_images(self.images, f"{output}/_prepared", max_bad_share_field="max_bad_share")
         print(describe(manifest))
@@ -317,7 +307,6 @@ class PairMeasurement:
         return _Embedded(store, of_images, [replace(unit, texts=()) for unit in of_texts], owners)
 
     def _measure_missing(self, output: str, embedded: _Embedded, parts: list[ImageRange], unit_tau: float) -> None:
-        """Write the tables of the windows that lack one."""
         store = UnitStore(output)
         done = store.parts()
         missing = [window for window in parts if not all(window.file(name) in done for name in DIRECTIONS)]

@@ -47,12 +47,7 @@ Rewards = dict[str, list[dict[int, float]]]
 
 
 def measure_reward_headroom(config: RewardHeadroom) -> dict[str, Any]:
-    """Run or continue the job, print its table and verdict, and return what headroom.json holds.
-
-    Raises:
-        ValueError, OSError: before any work starts.
-        NoRewardError: if the verifier fails for all texts.
-    """
+    """Run or continue the job, print its table and verdict, and return what headroom.json holds."""
     uri = resolve_uri(config.tracking, config.run.resolved_storage)
     plan = plan_of(config)
     output, record = absolute_output(config.output), dict(plan.record)

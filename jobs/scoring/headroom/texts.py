@@ -21,9 +21,7 @@ from torch import Tensor
 
 from jobs.engine.command_line import as_typed
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.headroom.job import Question
-from jobs.scoring.headroom.tables import end_losses, measured_table
-from jobs.scoring.models import model_labels
+from jobs.scoring.headroom.job import Question, end_losses, measured_table
 from jobs.scoring.temperatures.texts import TokenReader
 from jobs.scoring.text_parts import (
     Part,
@@ -34,7 +32,7 @@ from jobs.scoring.text_parts import (
     text_options,
     token_arrays,
 )
-from jobs.scoring.units import Finished, to_parquet
+from jobs.scoring.units import Finished, model_labels, to_parquet
 from jobs.tasks.base import naming_field
 from jobs.tasks.language_model.config import EndOfDocument
 from jobs.tasks.language_model.data import read_training_text, warn_of_known_text
@@ -59,8 +57,6 @@ FEATURES = {"scalars": "scalars of the logits", "hidden": "hidden state", "both"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadroomSettings(TextSettings):
-    """Settings of a headroom test, for the workers."""
-
     format_version: ClassVar[int] = 2
     tokens_per_document: int
     vocab_size: int
@@ -70,7 +66,6 @@ class HeadroomSettings(TextSettings):
 
 
 def resolve_settings(config: Headroom) -> tuple[HeadroomSettings, list[Archive]]:
-    """Returns the settings and the archives of a configuration."""
     with naming_field("text: "):
         archives = list_sources(config.text)
     with naming_field("model = "):
@@ -116,8 +111,6 @@ def _check_number_of_documents(config: Headroom, archives: list[Archive]) -> Non
 
 
 class Measurer(TokenReader):
-    """Measures the tokens of parts, in a worker."""
-
     def __init__(self, settings: HeadroomSettings, *, use_gpu: bool = False, device_map: DeviceMap = None) -> None:
         options = loading_options(settings.precision) | {"device_map": device_map}
         base = load_base(local_copy(settings.model), fetch=local_copy, **options).eval()
@@ -152,21 +145,17 @@ class Measurer(TokenReader):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextMeasurement:
-    """A text and a causal language model."""
-
     config: Headroom
     settings: HeadroomSettings
     archives: list[Archive]
 
     @classmethod
     def resolve(cls, config: Headroom) -> TextMeasurement:
-        """Check a configuration; errors are those of `resolve_settings`."""
         settings, archives = resolve_settings(config)
         return cls(config=config, settings=settings, archives=archives)
 
     @property
     def source(self) -> str:
-        """Path or URI of the text."""
         return self.settings.source
 
     @property
@@ -184,7 +173,6 @@ class TextMeasurement:
         return " ".join(warnings)
 
     def record(self) -> dict[str, Any]:
-        """Returns everything that decides the measured tokens, without file locations and the batch size."""
         return self.settings.record(self.archives)
 
     def facts(self, output: str, questions: Sequence[Question]) -> dict[str, Any]:
@@ -253,7 +241,6 @@ def measure_end(output: str, files: Sequence[str]) -> EndOfDocument:
 
 
 def token_question(files: Sequence[str], *, with_end: bool = True) -> Question:
-    """Returns the question that a language model is asked, with the names of its tables."""
     return Question(
         with_end=with_end,
         name="",

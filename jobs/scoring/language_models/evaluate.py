@@ -45,9 +45,8 @@ from jobs.scoring.language_models.windows import (
     wikitext_pages,
     windows_digest,
 )
-from jobs.scoring.models import LoadedModel, ModelSpec, model_labels
 from jobs.scoring.results import Column, Results, publish_evaluation
-from jobs.scoring.units import Finished, UnitStore, Work, map_units
+from jobs.scoring.units import Finished, LoadedModel, ModelSpec, UnitStore, Work, map_units, model_labels
 from jobs.tasks.base import naming_field
 from pipelines.local_copy import checked_copy, is_directory, local_copy
 from pipelines.storage import join
@@ -75,8 +74,6 @@ _TITLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageModelSpec(ModelSpec):
-    """Description of a language model and its TempNet."""
-
     tempnet: str
     vocab_size: int | None
     """The effective vocabulary of a model with a TempNet, whose further logits are ignored; None without a TempNet."""
@@ -119,8 +116,6 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All the work of an evaluation."""
-
     models: list[LanguageModelSpec]
     temperatures: list[Temperature]
     jobs: list[Job]
@@ -135,11 +130,7 @@ class Plan:
 
 
 def make_plan(config: EvaluateConfig) -> Plan:
-    """Check the configuration, and divide the work into jobs.
-
-    Raises:
-        ValueError, OSError: naming the field, its value and the legal values.
-    """
+    """Check the configuration, and divide the work into jobs."""
     tasks = Tasks(config.include_path, config.data_dir)
     task_digests = {name: _task_digest(tasks, name) for name in config.tasks}
     with naming_field("wikitext = "):
@@ -343,12 +334,7 @@ class Evaluator:
 
 
 def evaluate(config: EvaluateConfig) -> Results:
-    """Run or continue an evaluation, write `results.md` and `results.json`, and return the figures.
-
-    Raises:
-        ValueError, OSError: before any work starts, see :func:`jobs.scoring.language_models.evaluate.make_plan`.
-        ScoringFailedError: naming every failed job, once all others have finished and the results are published.
-    """
+    """Run or continue an evaluation, write `results.md` and `results.json`, and return the figures."""
     uri = resolve_uri(config.tracking, config.run.resolved_storage)
     plan = make_plan(config)
     store = UnitStore(f"{config.run.directory}/units")
@@ -423,7 +409,6 @@ def _figures(plan: Plan, store: UnitStore, task: str, units: list[EvaluationUnit
 
 
 def markdown(columns: Sequence[Column]) -> str:
-    """Returns a table with one column per model and temperature and one row per figure."""
     names = list(dict.fromkeys(name for column in columns for name in column.metrics))
     tasks = list(dict.fromkeys(name.partition("/")[0] for name in names))
     # figures of τ may appear only in a later column, so they are moved to their task

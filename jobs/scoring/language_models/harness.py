@@ -150,7 +150,6 @@ class Tasks:
         return TaskManager(include_path=self.include_path or None)
 
     def manager(self, name: str) -> TaskManager:
-        """Returns a task manager that knows the task."""
         if name in self._own.task_index:
             return self._own
         if name in self._all.task_index:
@@ -191,7 +190,6 @@ class Tasks:
 
 
 def run_task(lm: TemperedLM, tasks: Tasks, name: str, *, limit: int, num_fewshot: int) -> dict[str, float]:
-    """Evaluate one task, group or tag."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     output = simple_evaluate(
         model=lm,

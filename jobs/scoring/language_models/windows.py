@@ -152,7 +152,6 @@ def slices(windows: Sequence[ScoredWindow]) -> Iterator[list[ScoredWindow]]:
 
 
 def windows_digest(windows: Sequence[ScoredWindow]) -> str:
-    """Returns a hash of the windows' tokens, as 32 hex digits."""
     digest = hashlib.blake2b(digest_size=16)
     for window in windows:
         for part in (window.inputs, window.targets):
@@ -162,8 +161,6 @@ def windows_digest(windows: Sequence[ScoredWindow]) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Score:
-    """The score of some windows at one temperature."""
-
     nll: float = 0.0
     """Sum of −log p over the target tokens, in nats."""
     num_tokens: int = 0

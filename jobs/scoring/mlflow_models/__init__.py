@@ -10,10 +10,7 @@ from jobs.engine.metrics import TrackedRun
 
 
 def record_models(config: TrainingConfig, tracked: TrackedRun, outcome: Mapping[str, Any] | None) -> None:
-    """Record the checkpoints that a run has kept as MLflow models, and also its export if the run has an outcome.
-
-    See `jobs.engine.recording.RecordModels`.
-    """
+    """Record the checkpoints that a run has kept as MLflow models, and also its export if the run has an outcome."""
     # Imported only after training, because it imports all the prediction code.
     from jobs.scoring.mlflow_models.record import record_checkpoints, record_export
 

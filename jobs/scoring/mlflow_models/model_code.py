@@ -24,7 +24,6 @@ class TemperatureModel(PythonModel):
     """Turns a table with the column `text` into one with the column `tau` and any others of this kind of export."""
 
     def load_context(self, context: PythonModelContext) -> None:
-        """Load the export."""
         export = Path(context.artifacts["export"])
         kind = predictor_kind(export)
         assert kind is not None, "only an export with a TempNet is logged"
@@ -33,7 +32,6 @@ class TemperatureModel(PythonModel):
     def predict(
         self, context: PythonModelContext, model_input: pd.DataFrame, params: dict[str, Any] | None = None
     ) -> pd.DataFrame:
-        """Returns one row of predictions for every input row."""
         return self._predict(model_input["text"].tolist())
 
 

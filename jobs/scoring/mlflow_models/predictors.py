@@ -36,7 +36,6 @@ class TextPredictor(Protocol):
     """Predicts temperatures of texts with an export, whose directory it is created from."""
 
     outputs: Schema
-    """Schema of the predicted table."""
 
     def __init__(self, export: Path) -> None: ...
 
@@ -56,7 +55,6 @@ class TokenTemperatures:
         self._tokenizer = load_tokenizer(str(export))
 
     def __call__(self, texts: Sequence[str]) -> pd.DataFrame:
-        """Returns the columns `tau`, `tokens` and `token_tau`."""
         ids = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
         predictions = self._predictor.predict([np.array(row, dtype=np.int32) for row in ids])
         token_tau = [prediction.tau.astype(np.float64) for prediction in predictions]
@@ -80,7 +78,6 @@ class CaptionTemperatures:
 
     @torch.inference_mode()
     def __call__(self, texts: Sequence[str]) -> pd.DataFrame:
-        """Returns the column `tau`."""
         tau = self._tempnet(torch.from_numpy(self._encoder.texts(texts)))
         return pd.DataFrame({"tau": tau.double().numpy()})
 
@@ -97,7 +94,6 @@ class SentenceTemperatures:
 
     @torch.inference_mode()
     def __call__(self, texts: Sequence[str]) -> pd.DataFrame:
-        """Returns the column `tau`."""
         rows = F.normalize(self._encoder.encode(texts, self._tokenizer, batch_size=_BATCH_SIZE), dim=-1)
         return pd.DataFrame({"tau": self._tempnet(rows).double().numpy()})
 

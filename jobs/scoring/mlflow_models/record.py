@@ -100,14 +100,11 @@ def record_export(run: TrackedRun, export: str, *, step: int, max_gib: float) ->
 
 
 class RunModels:
-    """The MLflow models of one run."""
-
     def __init__(self, run: TrackedRun) -> None:
         self._client = MlflowClient(run.uri)
         self._run = self._client.get_run(run.run_id)
 
     def of_type(self, model_type: str) -> list[LoggedModel]:
-        """Returns the run's models of a type, complete or not."""
         return self._client.search_logged_models(
             [self._run.info.experiment_id],
             filter_string=f"source_run_id = '{self._run.info.run_id}' AND model_type = '{model_type}'",

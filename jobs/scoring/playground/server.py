@@ -65,7 +65,6 @@ class Playground:
 
     @classmethod
     def load(cls, config: PlaygroundConfig) -> Playground:
-        """Load model, tokenizer and TempNet."""
         with naming_field("model = "):
             place = local_copy(config.model)
         with naming_field("tempnet = " if config.tempnet else "model = "):
@@ -145,8 +144,6 @@ def make_server(config: PlaygroundConfig, playground: Playground) -> ThreadingHT
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers the requests of the page; see the docstring of this module."""
-
     # Seconds to wait for a request, or for the browser to take what it asked for. The base class reads this name.
     timeout = 10.0
 

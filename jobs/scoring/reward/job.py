@@ -58,12 +58,7 @@ def describe_run(config: RewardConfig) -> str:
 
 
 def train_reward(config: RewardConfig, *, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Run or continue the job, and return the outcome.
-
-    Raises:
-        ValueError, OSError: before any work starts, see `make_plan`; or if the run was begun with other settings.
-        NoRewardError: if the verifier fails for all texts of a step.
-    """
+    """Run or continue the job, and return the outcome."""
     uri = resolve_uri(config.tracking, config.run.resolved_storage)
     plan = make_plan(config)
     check_start(plan)

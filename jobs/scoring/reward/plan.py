@@ -124,11 +124,7 @@ class RewardPlan:
 
 
 def make_plan(config: RewardConfig) -> RewardPlan:
-    """Check a configuration against the model, the prompts, the verifier and the TempNet to start from.
-
-    Raises:
-        ValueError, OSError: naming the field, the value and what is legal.
-    """
+    """Check a configuration against the model, the prompts, the verifier and the TempNet to start from."""
     config = with_absolute_paths(config)
     config = dataclasses.replace(config, storage=config.run.resolved_storage)
     prompts, held_out = _hold_out(config, read_prompts(config.prompts, config.format, config.limit))

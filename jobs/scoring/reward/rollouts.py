@@ -111,7 +111,6 @@ class Answer:
         self.first_failure = self.first_failure or other.first_failure
 
     def total(self, name: str) -> float:
-        """Return the sum over groups of one of their sums."""
         return math.fsum(getattr(group, name) for group in self.groups)
 
     def mean(self, name: str) -> float:
@@ -180,12 +179,8 @@ class Learner:
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Return the sum over texts of the gradient of −(advantage·log p − λ·KL), and what :meth:`measure` returns.
 
-        Args:
-            requests: what was asked for.
-            texts: the texts (B,), drawn at the temperatures of the TempNet as it is.
-            advantages: for every group, the places of its texts in the batch and their advantages.
-            kl_weight: λ.
-            reference: the constant temperature that the divergence is measured from.
+        The texts (B,) are drawn at the temperatures of the TempNet as it is. `advantages` are, for every group, the places
+        of its texts in the batch and their advantages.
         """
         tokens = self._read(requests, texts)
         statistics, tau = self._statistics(tokens, None, reference)
@@ -336,7 +331,6 @@ class RolloutWorker:
 
 @contextmanager
 def work_here(plan: RewardPlan) -> Iterator[RunOrders]:
-    """Yield what carries out orders in this process, one after another."""
     with closing(RolloutWorker(plan)) as worker:
         yield lambda orders: [worker.run(order) for order in orders]
 

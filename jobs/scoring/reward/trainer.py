@@ -45,15 +45,12 @@ _FIRST_CONSTANT, _FIRST_CHOICE = -1001, -2001
 
 
 class RewardTrainer:
-    """The TempNet, its optimizer and the controller of λ."""
-
     def __init__(self, plan: RewardPlan, run_orders: RunOrders) -> None:
         self.plan = plan
         self.network: TempNet = make_network(plan)
         self.step = 0
         """Number of steps made."""
         self.history: list[Figures] = []
-        """Figures of every step."""
         self.constants: dict[float, Figures] = {}
         """Constant → its figures on training prompts, for all that were tried; empty before they are."""
         self.best_constant = self.reference = 1.0
@@ -70,12 +67,7 @@ class RewardTrainer:
         self._run_orders = run_orders
 
     def begin(self) -> None:
-        """Try constants on the training prompts, and set the start of the network, the reference and the largest goal.
-
-        Raises:
-            ValueError: if the goal is to be derived from a model that is never right, or always.
-            NoRewardError: if the verifier fails for all texts.
-        """
+        """Try constants on the training prompts, and set the start of the network, the reference and the largest goal."""
         found = self.choose({constant: constant for constant in CONSTANTS}, _FIRST_CONSTANT)
         self.constants = {constant: answer.figures() for constant, answer in found.items()}
         self.best_constant, best = next(iter(found.items()))
@@ -136,7 +128,6 @@ class RewardTrainer:
         return "distinct" if self.plan.config.reward == "distinct" else "reward"
 
     def train_step(self) -> Figures:
-        """Make one step and return its figures."""
         assert self.controller is not None, "constants are tried before the first step"
         config, weight = self.plan.config, self.controller.weight
         answer = self.ask(self.weights(), self.plan.places_of_step(self.step), self.step, weight)
@@ -244,11 +235,7 @@ class RewardTrainer:
     def ask(
         self, temperature: Temperature, places: Sequence[tuple[int, int]], step: int, kl_weight: float | None = None
     ) -> Answer:
-        """Return the sum of the answers to questions, added in their order.
-
-        Raises:
-            NoRewardError: if no text got a reward.
-        """
+        """Return the sum of the answers to questions, added in their order."""
         size = self.plan.config.prompts_at_a_time
         order = Order(step=step, places=(), temperature=temperature, kl_weight=kl_weight, reference=self.reference)
         parts = [tuple(places[start : start + size]) for start in range(0, len(places), size)]

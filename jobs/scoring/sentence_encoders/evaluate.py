@@ -1,6 +1,11 @@
 """Running an evaluation of sentence encoders: workers compute the unfinished cells, and a table is published.
 
-A cell is one model on one task; finished cells are stored, so that an evaluation can continue.
+A cell is one model on one task; finished cells are stored, so that an evaluation can continue. Frozen embeddings are judged
+by logistic regression without a hidden layer, SentEval's default (arXiv 1803.05449 §3). If a task has test sentences, the
+regularisation is chosen on its development sentences, or by cross-validation on the training sentences if it has none.
+Otherwise accuracy is the mean over cross-validation folds, and the regularisation is chosen anew within every fold.
+
+Shapes: n sentences, d size of the embedding.
 """
 
 from __future__ import annotations
@@ -18,15 +23,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.stats import pearsonr, spearmanr
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import StratifiedKFold
 
 from jobs.engine.export import model_digest
 from jobs.engine.fields import absolute_path, named_values
 from jobs.engine.tracking import resolve_uri
-from jobs.scoring.models import LoadedModel, ModelSpec, model_labels
 from jobs.scoring.results import Column, Results, percent_table, publish_evaluation
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
-from jobs.scoring.sentence_encoders.transfer import Labelled, pair_features, similarity_figures, transfer_accuracy
-from jobs.scoring.units import Finished, UnitStore, Work, map_units
+from jobs.scoring.units import Finished, LoadedModel, ModelSpec, UnitStore, Work, map_units, model_labels
 from pipelines.local_copy import check_source, local_copy
 from pipelines.problems import TooManyProblemsError
 from pipelines.sentences.senteval import (
@@ -113,19 +119,12 @@ class WordVectors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentenceEncoderSpec(ModelSpec):
-    """Description of a sentence encoder."""
-
     num_tokens: int
     """Maximum number of tokens per sentence; longer sentences are cut. 0 for word vectors."""
 
     @classmethod
     def read(cls, label: str, path: str, config: EvaluateSentencesConfig) -> SentenceEncoderSpec:
-        """Returns the description of an encoder, which is loaded once to check that it can be (of vectors, the first lines).
-
-        Raises:
-            ValueError: naming the path, if there is no encoder, if it has no tokenizer, or if it has fewer positions
-                than `num_tokens`.
-        """
+        """Returns the description of an encoder, loaded once to check that it can be (of vectors, the first lines)."""
         file = path.removeprefix(_GLOVE)
         try:
             check_source(place := local_copy(file))
@@ -159,25 +158,21 @@ class Cell:
 
     @property
     def title(self) -> str:
-        """Name of the cell in messages."""
         return f"{self.model.label} · {self.data.name}"
 
     @property
     def key(self) -> str:
-        """Hash of everything that decides the figures, as 24 hex digits."""
         content = [_VERSION, self.model.digest, self.model.num_tokens, dict(self.options), self.data.digest]
         return hashlib.blake2b(json.dumps(content).encode(), digest_size=12).hexdigest()
 
     @property
     def file(self) -> str:
-        """Name of the file that stores the figures."""
         return f"{self.key}.json"
 
 
 def cells(
     config: EvaluateSentencesConfig, models: Sequence[SentenceEncoderSpec], data: Sequence[SentenceTask | Judgements]
 ) -> list[Cell]:
-    """Returns a cell for every combination of model and data, ordered by model."""
     options = {"precision": config.precision}
     folds = {"num_folds": config.num_folds, "num_inner_folds": config.num_inner_folds, "seed": config.seed}
     return [
@@ -218,7 +213,6 @@ class CellComputer:
 
 
 def compute(cell: Cell, embed: Embed) -> dict[str, float]:
-    """Returns the figures of a cell, see :class:`CellComputer`."""
     num_texts = num_cut = 0
 
     def encode(texts: Sequence[str]) -> np.ndarray:
@@ -248,13 +242,7 @@ def compute(cell: Cell, embed: Embed) -> dict[str, float]:
 
 
 def evaluate(config: EvaluateSentencesConfig) -> Results:
-    """Run or continue an evaluation, write `results.md` and `results.json`, and return the figures.
-
-    Raises:
-        ValueError, OSError: naming the field and the value, before any work starts.
-        TooManyProblemsError: if too large a share of the data is unreadable.
-        ScoringFailedError: naming every failed cell, once all others have finished and the results are published.
-    """
+    """Run or continue an evaluation, write `results.md` and `results.json`, and return the figures."""
     uri = resolve_uri(config.tracking, config.run.resolved_storage)
     data = read_data(config)
     labels = model_labels(config.models)
@@ -298,7 +286,6 @@ def mean_accuracies(column: Column) -> dict[str, float]:
 
 
 def read_data(config: EvaluateSentencesConfig) -> list[SentenceTask | Judgements]:
-    """Read all the data to evaluate on."""
     field = "data"
     try:
         data: list[SentenceTask | Judgements] = [read_senteval(config.data, name) for name in config.present_tasks]
@@ -333,3 +320,92 @@ def check_folds(task: SentenceTask, config: EvaluateSentencesConfig) -> None:
         raise ValueError(
             f"{name} = {number}: a class of {task.name} has {smallest} sentences to divide; choose fewer folds"
         )
+
+
+# SentEval's grid of inverse regularisation strengths.
+INVERSE_STRENGTHS = tuple(2.0**power for power in range(-2, 4))
+_UNREGULARISED = 1e9
+_NUM_ITERATIONS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """Features (n, d) and class labels (n,)."""
+
+    features: np.ndarray
+    labels: np.ndarray
+
+    def __getitem__(self, rows: np.ndarray) -> Labelled:
+        return Labelled(self.features[rows], self.labels[rows])
+
+
+def pair_features(first: np.ndarray, second: np.ndarray, *, with_both: bool = False) -> np.ndarray:
+    """Returns the features (n, 2d) of sentence pairs: |u − v| and u·v, element by element; (n, 4d) with u and v too."""
+    both = [first, second] if with_both else []
+    return np.concatenate([*both, np.abs(first - second), first * second], axis=1)
+
+
+def transfer_accuracy(
+    parts: Mapping[str, Labelled],
+    *,
+    num_folds: int,
+    num_inner_folds: int,
+    seed: int,
+    is_regularised: bool = True,
+) -> float:
+    """Returns the accuracy of a logistic regression, from 0 to 1.
+
+    The parts are `train`, `test` and optionally `dev`; or only `all`, which is cross-validated. Unless `is_regularised`,
+    there is next to no regularisation, as of SNLI in SentEval.
+    """
+    if "all" not in parts:
+        train = parts["train"]
+        if not is_regularised:
+            best = _UNREGULARISED
+        elif "dev" in parts:
+            best = max(INVERSE_STRENGTHS, key=lambda strength: _accuracy(train, parts["dev"], strength))
+        else:
+            best = _chosen_within(train, num_inner_folds, seed)
+        return _accuracy(train, parts["test"], best)
+    data = parts["all"]
+    accuracies = []
+    for inside, outside in _folds(data, num_folds, seed):
+        best = _chosen_within(inside, num_inner_folds, seed)
+        accuracies.append(_accuracy(inside, outside, best))
+    return float(np.mean(accuracies))
+
+
+def similarity_figures(
+    first: np.ndarray, second: np.ndarray, scores: np.ndarray, sizes: Sequence[int] = ()
+) -> dict[str, float]:
+    """Returns Spearman's and Pearson's correlation of the cosines of embeddings (n, d) with the judgements (n,).
+
+    Of several data sets with `sizes` of pairs, which follow each other, it is the mean (SentEval's `all`, `mean`).
+    """
+    norms = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
+    cosines = (first * second).sum(1) / np.maximum(norms, 1e-12)
+    ends = np.cumsum(sizes)[:-1].astype(int)
+    sets = list(zip(np.split(cosines, ends), np.split(scores, ends), strict=True))
+    return {
+        "spearman": float(np.mean([spearmanr(*pair)[0] for pair in sets])),
+        "pearson": float(np.mean([pearsonr(*pair)[0] for pair in sets])),
+    }
+
+
+def _chosen_within(data: Labelled, num_folds: int, seed: int) -> float:
+    folds = _folds(data, num_folds, seed)
+
+    def mean(strength: float) -> float:
+        return float(np.mean([_accuracy(inside, outside, strength) for inside, outside in folds]))
+
+    return max(INVERSE_STRENGTHS, key=mean)  # among equal ones this takes the strongest regularisation
+
+
+def _folds(data: Labelled, num_folds: int, seed: int) -> list[tuple[Labelled, Labelled]]:
+    splitter = StratifiedKFold(num_folds, shuffle=True, random_state=seed)
+    return [(data[inside], data[outside]) for inside, outside in splitter.split(data.features, data.labels)]
+
+
+def _accuracy(train: Labelled, test: Labelled, inverse_strength: float) -> float:
+    model = LogisticRegression(C=inverse_strength, max_iter=_NUM_ITERATIONS)
+    return float(model.fit(train.features, train.labels).score(test.features, test.labels))

@@ -94,7 +94,6 @@ class PairPredictionSettings:
 
 
 def resolve_settings(config: PredictPairTemperaturesConfig) -> PairPredictionSettings:
-    """Returns the settings for a configuration."""
     tempnet = config.tempnet or config.model
     with naming_field("tempnet = " if config.tempnet else "model = "):
         networks = load_pair_tempnets(local_copy(tempnet))
@@ -122,9 +121,7 @@ class _Part:
     """Consecutive pairs of one archive: the rows start … stop − 1 of its index."""
 
     shard: int
-    """Position of the archive in the manifest."""
     number: int
-    """Position of the part in its archive."""
     start: int
     stop: int
 
@@ -146,7 +143,6 @@ class _PartPredictor:
 
     @torch.inference_mode()
     def __call__(self, read: tuple[str, pa.Table, np.ndarray]) -> Finished:
-        """Make the file of a part from its pairs and images, see `_read`."""
         file, pairs, images = read
         rows = self._encoder.images(images), self._encoder.texts(pairs["caption"].to_pylist())
         tau = [network(torch.from_numpy(part)).numpy() for network, part in zip(self._tempnets, rows, strict=True)]
@@ -175,13 +171,7 @@ def _read(source: PairSource, noise: CaptionNoise, part: _Part) -> Iterator[tupl
 
 
 def predict_pairs(settings: PairPredictionSettings, output: str, workers: PoolSection) -> dict[str, Any]:
-    """Write the missing parts of the table in `output` and the summary, and return the summary; Ray is started if needed.
-
-    Raises:
-        ValueError: if the cluster can never provide the workers.
-        TooManyProblemsError: if too many samples are unreadable; in that case nothing has been predicted.
-        ScoringFailedError: naming every part that failed; the parts that were finished are kept.
-    """
+    """Write the missing parts of the table in `output` and the summary, and return the summary; Ray is started if needed."""
     started = time.monotonic()
     start_ray()
     check_pool(workers, reads=True)  # before the images are prepared
@@ -302,7 +292,6 @@ def write_pair_page(
 
 
 def _label_section(label: str, samples: Samples, correlations: Mapping[str, Interval]) -> str:
-    """Return the section that compares τ with a label."""
     stream = io.BytesIO()
     with picture(stream, figsize=(7, 3.8)) as ((axes,),):
         for (noun, (tau, values)), colour in zip(samples.items(), ("tab:blue", "tab:orange"), strict=True):
@@ -355,7 +344,6 @@ def _example_section(name: str, table: pa.Table, source: PairSource) -> str:
 
 
 def _thumbnails(ids: np.ndarray, source: PairSource) -> list[str]:
-    """Return the images of pairs as data URIs."""
     manifest = source.manifest
     shards = find_shards(ids, manifest.first_pairs, "pair")
     numbers = [

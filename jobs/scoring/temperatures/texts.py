@@ -71,8 +71,6 @@ _UNIT = "temperature, dimensionless"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionSettings(TextSettings):
-    """Settings of a prediction, for the workers."""
-
     tempnet: str
     with_entropy: bool
     per_token: bool
@@ -83,7 +81,6 @@ class PredictionSettings(TextSettings):
 
 
 def resolve_settings(config: PredictTemperaturesConfig) -> tuple[PredictionSettings, list[Archive]]:
-    """Returns the settings and the archives of a configuration."""
     archives = list_sources(config.text)
     return model_settings(config), archives
 
@@ -325,8 +322,6 @@ def total_figures(output: str, files: Sequence[str], settings: PredictionSetting
 
 
 class _PartPredictor:
-    """Adds the predictions to parts, in a worker."""
-
     def __init__(self, settings: PredictionSettings, devices: Mapping[str, Any]) -> None:
         self._predictor, self._settings = Predictor(settings, **devices), settings
 
@@ -349,11 +344,7 @@ def predict_archives(
     *,
     max_bad_share: float,
 ) -> dict[str, Any]:
-    """Write the missing parts in `output` and the summary, and return the summary; Ray is started if needed.
-
-    Raises:
-        ValueError, ScoringFailedError, TooManyProblemsError: see `map_archives`.
-    """
+    """Write the missing parts in `output` and the summary, and return the summary; Ray is started if needed."""
     started = time.monotonic()
     model = partial(_PartPredictor, settings, workers.devices)
     read, outcome = map_archives(settings, archives, output, workers, model, max_bad_share=max_bad_share)
@@ -422,7 +413,6 @@ def first_documents(
 
 
 def write_page(path: str, text: str, sections: dict[str, ColouredText]) -> None:
-    """Write the page of a text, whose name is in the title, to a path or URI."""
     write_bytes(path, coloured_page(title=f"Temperatures of {text}", sections=sections).encode())
 
 

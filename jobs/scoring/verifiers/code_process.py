@@ -45,9 +45,6 @@ def build_root(root: str, readable: Iterable[str], num_bytes: int) -> None:
 
     There is no /proc and no socket in it. The process must be root in user and mount namespaces of its own, and gives up
     all its capabilities here.
-
-    Raises:
-        OSError: if the kernel refuses something.
     """
     libc = ctypes.CDLL(None, use_errno=True)
 
@@ -103,7 +100,6 @@ class Peer:
     """One end of the connection: encodes values, asks the other process, and answers what it asks in the meantime."""
 
     def __init__(self, reader: BinaryIO, writer: BinaryIO, verbs: dict[str, Callable[..., Any]]) -> None:
-        """Keep the connection, and what the other process may ask for."""
         self._reader, self._writer, self._verbs = reader, writer, verbs
         self._own: list[Any] = []  # objects that the other process knows by their numbers, which keeps their ids theirs
         self._numbers: dict[int, int] = {}
@@ -126,7 +122,6 @@ class Peer:
                 return self.decode(message["value"])
 
     def serve(self) -> None:
-        """Answer until the other process ends."""
         while True:
             self._answer(self._receive())
 
@@ -352,7 +347,6 @@ def run_tests(source: str, reader: BinaryIO, writer: BinaryIO) -> None:
 
 
 def main(role: str, limits: str, *descriptor: str) -> None:
-    """Confine this process, and play its role."""
     source = sys.stdin.buffer.read().decode()
     confine(json.loads(limits))
     sys.set_int_max_str_digits(0)

@@ -139,8 +139,6 @@ class Gsm8k(Verifier):
 
 @dataclass(slots=True)
 class Judgement:
-    """What became of samples."""
-
     rewards: list[float | None]
     """Reward of every sample; None if the verifier failed."""
     failures: Counter[FailureReason] = field(default_factory=Counter)
@@ -150,8 +148,7 @@ class Judgement:
 
 def make_verifier(settings: VerifierSection) -> Verifier:
     """Return the verifier of some settings; raises ValueError if it is a command that this machine does not have."""
-    from jobs.scoring.verifiers.programs import FUNCTION, CommandVerifier, FunctionVerifier
-    from jobs.scoring.verifiers.unit_tests import UnitTests
+    from jobs.scoring.verifiers.programs import FUNCTION, CommandVerifier, FunctionVerifier, UnitTests
 
     if settings.name == "exact":
         return ExactMatch()

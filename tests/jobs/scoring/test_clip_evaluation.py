@@ -14,8 +14,7 @@ from clip_support import CLASSES, SIDE, make_dual_encoder, make_image, png, writ
 
 from jobs.scoring.dual_encoders.config import EvaluateClipConfig
 from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, Embeddings, ImageSet, encoding_units, read_images
-from jobs.scoring.dual_encoders.evaluate import zero_shot_set
-from jobs.scoring.dual_encoders.zero_shot import ClassFolders, prompts, read_class_names, read_templates
+from jobs.scoring.dual_encoders.evaluate import ClassFolders, prompts, read_class_names, read_templates, zero_shot_set
 from pipelines.problems import TooManyProblemsError
 
 

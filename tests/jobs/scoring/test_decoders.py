@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, TopPLogitsWarper
 
+from jobs.scoring.analyses.config import Decoders
 from jobs.scoring.decoders.bench import (
     CONSTANT,
     ONE,
@@ -25,7 +26,6 @@ from jobs.scoring.decoders.bench import (
     run_bench,
     split_text,
 )
-from jobs.scoring.decoders.config import Decoders
 from jobs.scoring.decoders.job import conclusion, figures, frontier, make_verifier, plot, resolve_settings, table
 from jobs.scoring.decoders.model import AUTODECO, PROPER, ROBUST, FrozenModel, MeasuredText, SampledText
 from jobs.scoring.generation.formats import Prompt

@@ -27,7 +27,7 @@ from jobs.scoring.language_models.windows import (
     slices,
     wikitext_pages,
 )
-from jobs.scoring.models import model_labels
+from jobs.scoring.units import model_labels
 from tests.jobs.scoring.evaluation_cases import EXAMPLES, TEMPERATURES, harness, scores, write_tasks
 
 

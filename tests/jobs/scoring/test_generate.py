@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from jobs.engine.export import model_digest, tempnet_digest
 from jobs.scoring.generation.config import GenerateConfig
-from jobs.scoring.generation.formats import FORMATS
+from jobs.scoring.generation.formats import FORMATS, describe_judged
 from jobs.scoring.generation.gsm8k import extract_answer, gold_answer, majority_score
-from jobs.scoring.generation.judges import describe_judged
 from jobs.scoring.generation.sampling import EffectiveVocabulary, Request, Sampler, SeededDraw
 from tempnet import TempNet
 from tempnet.inference import can_fold, end_ids

@@ -16,17 +16,15 @@ from transformers import AutoConfig, AutoModel
 from jobs.scoring.results import Column
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
 from jobs.scoring.sentence_encoders.evaluate import (
+    INVERSE_STRENGTHS,
     CellComputer,
+    Labelled,
     SentenceEncoderSpec,
     WordVectors,
     cells,
+    pair_features,
     read_data,
     sentence_table,
-)
-from jobs.scoring.sentence_encoders.transfer import (
-    INVERSE_STRENGTHS,
-    Labelled,
-    pair_features,
     similarity_figures,
     transfer_accuracy,
 )

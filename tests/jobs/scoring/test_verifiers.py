@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from jobs.scoring.verifiers.unit_tests import isolation_problem, measure
+from jobs.scoring.verifiers.programs import isolation_problem, measure
 from jobs.scoring.verifiers.verifier import Judgement, Panel, Sample, VerifierSection
 
 needs_isolation = pytest.mark.skipif(

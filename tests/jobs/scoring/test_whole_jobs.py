@@ -37,10 +37,10 @@ from torch import Tensor
 from jobs import analyse, evaluate_clip, evaluate_lm, predict_temperatures
 from jobs.scoring import units as units_module
 from jobs.scoring.dual_encoders import evaluate as pairs_evaluation
-from jobs.scoring.dual_encoders.zero_shot import read_templates
+from jobs.scoring.dual_encoders.evaluate import read_templates
 from jobs.scoring.headroom import pairs as measurement
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.headroom.tables import read_measured
+from jobs.scoring.headroom.job import read_measured
 from jobs.scoring.language_models.windows import num_words, read_lambada, wikitext_pages
 from jobs.scoring.temperatures import pairs as pairs_job
 from jobs.scoring.temperatures.config import PredictTemperaturesConfig
