@@ -31,7 +31,7 @@ $(VENV)/.ready: requirements.lock requirements-dev.lock pyproject.toml setup.py
 	touch $@
 
 RUN = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m
-run: setup  ## Make sample data, train a GPT-2 and a small CLIP, measure what temperatures are worth, print where to look (10 to 20 minutes from nothing)
+run: setup  ## Make sample data, train a GPT-2 and a small CLIP, measure what temperatures are worth, print where to look (ten minutes, and some more to install)
 	$(RUN) jobs.sample_data
 	$(RUN) jobs.train_lm gpt2-ce-small
 	$(RUN) jobs.calibrate headroom --model runs/gpt2-ce-small/export --text data/sample/code --output runs/headroom
