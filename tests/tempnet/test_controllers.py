@@ -62,12 +62,6 @@ def test_the_mean_goes_to_the_target_stays_while_the_base_learns_and_is_damped(
     assert min(side * distance for distance in distances) >= -(max(side * one for one in distances) / 3 + 0.25)
 
 
-def test_noise_of_single_batches_hardly_moves_the_mean() -> None:
-    noise = tuple(0.3 * math.sin(7.0 * number) for number in range(97))
-    history = temperatures(rho_controller(2.0), tau=0.85, pace=0.01, neutral=[2.5] * 2000, noise=noise)
-    assert max(abs(math.log(value / 0.85)) for value in history[500:]) < 0.01
-
-
 @given(excess=st.floats(-1e3, 1e3), tau=st.floats(1e-4, 10.0))
 def test_rho_stays_feasible_and_a_step_without_meaning_changes_nothing(excess: float, tau: float) -> None:
     controller = rho_controller()
@@ -91,17 +85,6 @@ def test_the_divergence_settles_at_its_target(
         controller.update(history[-1])
     assert all(abs(math.log(kl / target)) < 0.02 for kl in history[-100:])
     assert controller.weight == pytest.approx((scale / target) ** (1 / power), rel=0.1)
-
-
-def test_restored_controllers_go_on_exactly() -> None:
-    steps: list[tuple[float, ...]] = [(0.9 - 0.01 * number, 0.2 * math.sin(number)) for number in range(20)]
-    values: list[tuple[float, ...]] = [(value,) for value in (0.1, 3.0, 2.5, math.nan, 1.0, 4.0)]
-    for make, inputs in ((rho_controller, steps), (lambda: KLController(0.3, target=2.0, ramp_steps=5.0), values)):
-        whole, first, second = (make() for _ in range(3))
-        expected = [whole.update(*one) for one in inputs]
-        found = [first.update(*one) for one in inputs[:3]]
-        second.restore(first.state())
-        assert found + [second.update(*one) for one in inputs[3:]] == expected
 
 
 def test_the_goal_rises_to_the_target_and_what_follows_it_leaves_the_weight_alone() -> None:

@@ -20,8 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from tempnet import intervals
-from tempnet.decoders.autodeco import AutoDeco, AutoDecoHeads, autodeco_loss, soft_top_p
+from tempnet.decoders.autodeco import AutoDecoHeads, autodeco_loss, soft_top_p
 from tempnet.decoders.measures import (
     SMOOTHING,
     LikelihoodSums,
@@ -43,10 +42,8 @@ from tempnet.decoders.rules import (
     Shuffled,
     TopNSigma,
     Warped,
-    entropy,
     nucleus,
     teacher_forced,
-    temper,
 )
 from tempnet.network import TempNet
 from tempnet.network_config import TempNetConfig
@@ -107,17 +104,6 @@ def test_temperatures_of_the_entropy_rules_are_those_of_a_loop() -> None:
         nats = -(p * np.log(np.maximum(p, 1e-300))).sum()
         assert tau_edt.item() == pytest.approx(1.4 * 0.8 ** (0.6 / nats), rel=1e-4)
         assert tau_range.item() == pytest.approx(0.1 + 1.9 * (nats / math.log(len(row))) ** 1.7, rel=1e-4)
-
-
-def test_entropy_rules_at_their_ends() -> None:
-    """A certain prediction has the lowest temperature, a uniform one the highest; both stay finite."""
-    logits = torch.tensor([[50.0, 0.0, 0.0, 0.0], [1e4, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
-    assert EntropyRange(0.3, 1.5).temperatures(logits).tolist() == pytest.approx([0.3, 0.3, 1.5])
-    tau = EntropyTemperature(1.5, 0.5).temperatures(logits)
-    assert tau[:2].tolist() == [0.0, 0.0]
-    assert tau[2].item() == pytest.approx(1.5 * 0.8 ** (0.5 / math.log(4)))
-    for rule in (EntropyRange(0.0, 1.0), EntropyTemperature(1.0, 1.0)):
-        assert rule.log_probabilities(logits)[:2].exp().tolist() == [[1, 0, 0, 0]] * 2
 
 
 def test_mirostat_follows_its_definition_token_by_token() -> None:
@@ -200,13 +186,6 @@ def test_every_rule_gives_a_distribution_that_ignores_shifts_and_banned_tokens(
     torch.testing.assert_close(found[:, :vocab_size], log_q, atol=1e-4, rtol=1e-4)
 
 
-def test_tiny_temperatures_are_greedy_and_do_not_overflow() -> None:
-    logits = torch.tensor([[3e4, -3e4, 2.9e4]])
-    for tau in (0.0, 1e-30, 1e-6):
-        assert temper(logits, tau).exp().tolist() == [[1.0, 0.0, 0.0]]
-    assert entropy(temper(torch.zeros(1, 4), 0.0)).item() == pytest.approx(math.log(4))
-
-
 VOCAB_SIZE, HIDDEN_SIZE = 20, 6
 
 
@@ -260,21 +239,6 @@ def test_the_loss_weights_tokens_by_the_base_and_drops_easy_ones() -> None:
     assert (logits.grad, hidden.grad) == (None, None)
 
 
-def test_the_rule_is_top_p_with_the_predictions_of_every_token() -> None:
-    torch.manual_seed(0)
-    logits, hidden, _ = some_tokens(30)
-    rule = AutoDeco(AutoDecoHeads(HIDDEN_SIZE, width=8))
-    tau, share = rule.predict(logits, hidden)
-    found = rule.log_probabilities(logits, hidden)
-    assert tau.std() > 0.01
-    for row in range(30):
-        expected = top_p(float(share[row]), float(tau[row])).log_probabilities(logits[row])
-        torch.testing.assert_close(found[row], expected)
-    torch.testing.assert_close(temper(logits, tau).argmax(-1), logits.argmax(-1))
-    with pytest.raises(ValueError, match="AutoDeco reads hidden states"):
-        rule.log_probabilities(logits)
-
-
 words = st.lists(st.sampled_from("abcd"), min_size=0, max_size=9)
 
 
@@ -325,19 +289,6 @@ def test_a_rule_that_leaves_out_a_token_of_the_text_has_an_infinite_loss_but_a_f
     assert 0.1 < excluded < 0.5
     assert sums.mean("rule", "excluded").mean == pytest.approx(excluded)
     assert math.isinf(sums.loss("rule").mean)
-
-
-def test_intervals_are_over_documents_and_gains_are_paired() -> None:
-    logits, targets, documents = scored_tokens()
-    sums, scores = LikelihoodSums(40), {}
-    for tau in (1.0, 1.3):
-        scores[tau] = score_tokens(ConstantTemperature(tau).log_probabilities(logits), targets)
-        sums.add(str(tau), documents, scores[tau])
-    gain = sums.gain("1.3", "1.0")
-    difference = scores[1.0].smoothed - scores[1.3].smoothed
-    assert gain.mean == pytest.approx(difference.mean().item(), abs=1e-6)
-    assert gain.half_width == pytest.approx(intervals.mean_interval(difference, documents).half_width, rel=1e-4)
-    assert gain.half_width < sums.mean("1.3", "smoothed").half_width
 
 
 @given(texts=st.lists(words, min_size=2, max_size=5), max_n=st.integers(1, 4))

@@ -18,23 +18,19 @@ from torch import nn
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer, CLIPImageProcessor
 
 from tempnet import TempNet, TempNetConfig
-from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig
+from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.contrastive.losses import ContrastiveLoss
 from tempnet.contrastive.state import SampleState
 from tempnet.models.dual_encoder import (
-    IMAGE_TEMPNET_DIRECTORY,
-    TEXT_TEMPNET_DIRECTORY,
     DualEncoder,
     DualEncoderConfig,
     TemperatureDualEncoder,
-    load_pair_tempnets,
     load_training_temperature,
     save_training_temperature,
 )
 from tempnet.models.image_text_encoder import ImageTextEncoder
 from tests.tempnet.models.tiny_towers import (
     IMAGE_SIZE,
-    NUM_PAIRS,
     NUM_TOKENS,
     make_module,
     pairs,
@@ -124,29 +120,6 @@ def test_a_clip_model_of_transformers(tmp_path: Path) -> None:
     torch.testing.assert_close(
         encode(encoder, batch), torch.stack([output.image_embeds, output.text_embeds]), rtol=0, atol=1e-6
     )
-
-
-def test_bfloat16_towers_give_nearly_the_same_float32_embeddings() -> None:
-    ours, theirs = tiny_encoder(autocast_dtype=torch.bfloat16), tiny_encoder()
-    batch = random_batch(5)
-    half, full = encode(ours, batch), encode(theirs, batch)
-    assert half.dtype == torch.float32
-    assert not torch.equal(half, full)
-    torch.testing.assert_close(half.norm(dim=-1), torch.ones(2, 5), rtol=0, atol=1e-6)
-    assert (half - full).norm(dim=-1).max() < 0.03
-
-
-def test_tempnets_beside_the_encoder(tmp_path: Path) -> None:
-    for seed, name in enumerate((IMAGE_TEMPNET_DIRECTORY, TEXT_TEMPNET_DIRECTORY)):
-        torch.manual_seed(seed)
-        TempNet(TempNetConfig.for_embeddings(6, hidden_size=4 + seed, num_prototypes=3)).save_pretrained(
-            tmp_path / name
-        )
-    image, text = load_pair_tempnets(tmp_path)
-    assert (image.config.hidden_size, text.config.hidden_size) == (4, 5)
-    (tmp_path / "tempnet_text" / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"tempnet_text holds no TempNet: config\.json"):
-        load_pair_tempnets(tmp_path)
 
 
 def scenes(*sizes: tuple[int, int]) -> list[np.ndarray]:
@@ -257,31 +230,8 @@ def test_the_training_temperature_of_an_export_is_what_was_saved_with_it(tmp_pat
             load_training_temperature(tmp_path)
 
 
-def test_a_loss_has_a_constant_temperature_if_all_samples_share_it() -> None:
-    learned = ContrastiveLoss(ContrastiveLossConfig.for_name("clip"))
-    assert learned.learned is not None
-    with torch.no_grad():
-        learned.learned.log_tau.fill_(-3.0)
-    assert learned.constant_tau == pytest.approx(torch.tensor(-3.0).exp().item())
-    assert ContrastiveLoss(ContrastiveLossConfig.for_name("clip_fixed", tau=0.04)).constant_tau == 0.04
-    assert ContrastiveLoss(ContrastiveLossConfig.for_name("temperature_free")).constant_tau is None
-
-
 def rows(num_rows: int, seed: int) -> torch.Tensor:
     return F.normalize(torch.randn(num_rows, 6, generator=torch.Generator().manual_seed(seed)), dim=-1)
-
-
-@pytest.mark.parametrize("name", [name for name in LOSS_KINDS if name != "sogclr_given"])
-def test_every_parameter_of_the_encoder_is_trained(name: str) -> None:
-    module = make_module(name)
-    output = module(**pairs(), gamma=1.0)
-    assert type(output) is dict
-    assert output["loss"].shape == ()
-    assert output["tau"].shape == (2, NUM_PAIRS)
-    output["loss"].backward()
-    without = [key for key, parameter in module.named_parameters() if parameter.grad is None]
-    assert without == []
-    assert all(torch.isfinite(parameter.grad).all() for parameter in module.parameters())
 
 
 def test_a_frozen_encoder_keeps_weights_and_statistics() -> None:

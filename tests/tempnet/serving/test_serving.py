@@ -202,29 +202,6 @@ def slot_context(slots: list[int], num_rows_of_each: list[int]) -> Any:
     )
 
 
-def test_slots_of_the_newer_model_runner(fresh: Callable[[str], Any], network: TempNet) -> None:
-    state = SimpleNamespace(device=CPU, max_num_reqs=10, vocab_size=NUM_LOGITS)
-    processor = fresh("vllm").TempNetLogitsProcessor(MODEL, state)
-    draw = random.Random(3)
-    held: dict[int, float | None] = {}
-    for _ in range(60):
-        for slot in draw.sample(sorted(held), draw.randint(0, len(held) // 2)):
-            del held[slot]  # it is not told: slots are used again
-        for slot in draw.sample([slot for slot in range(10) if slot not in held], draw.randint(0, 10 - len(held))):
-            arguments, held[slot] = draw.choice(CHOICES)
-            assert processor.add_request(slot, parameters(arguments)) == (held[slot] is not None)
-        processor.apply_staged_writes()
-        slots = draw.sample(sorted(held), draw.randint(0, len(held)))
-        if not slots:
-            continue
-        context = slot_context(slots, [1 + draw.randint(0, 3) for _ in slots])  # with draft tokens
-        rows = context.expanded_idx_mapping.tolist()
-        logits = torch.randn(len(rows), NUM_LOGITS) * 3
-        made = processor.apply(logits.clone(), context)
-        expected = as_in_transformers(network, logits, [held[slot] for slot in rows])
-        torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-5)
-
-
 PHASES: list[tuple[dict[str, Any], float | None, float | None, Callable[[list[int]], bool]]] = [
     ({"tempnet_then": 0.5, "tempnet_then_after": 2}, 1.4, -0.5, lambda new: len(new) >= 2),
     ({"tempnet_tau": 0.7, "tempnet_then": "on", "tempnet_then_at": 9, "tempnet_tau_max": 3}, -0.7, 3.0, lambda new: 9 in new),

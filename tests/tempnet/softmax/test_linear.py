@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tempnet import TempNet, TempNetConfig
 from tempnet.inference import CachedFold
 from tempnet.softmax.config import LOSS_KINDS, TemperatureLossConfig
-from tempnet.softmax.fold import FoldCache, fold_pays
+from tempnet.softmax.fold import FoldCache
 from tempnet.softmax.linear import (
     LinearLoss,
     NetworkLoss,
@@ -289,14 +289,6 @@ def test_a_kept_fold_gives_the_same_and_is_made_anew_once_cleared() -> None:
     assert cache.first(network.first_layer.weight, weight, centred=False) is kept
     cache.clear(keep_gram=True)
     torch.testing.assert_close(tau(cache), tau(None))
-
-
-def test_the_choice_of_path_counts_flops() -> None:
-    assert not fold_pays(100, 768, 50_257, 256)
-    assert fold_pays(1_000, 768, 50_257, 256)
-    assert fold_pays(700, 768, 50_257, 256, num_uses=4)
-    assert not fold_pays(700, 768, 50_257, 256, trains=False)
-    assert fold_pays(800, 768, 50_257, 256, trains=False)
 
 
 # TempNets that read hidden states.
