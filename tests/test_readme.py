@@ -20,7 +20,6 @@ from readme_support import FOLLOWED, PAGES, PYTHON, README, RUN_BY, TASK_FILES, 
 from tests.jobs.test_printed_commands import parse
 
 ROOT = Path(__file__).parents[1]
-CLUSTER = ROOT / "tests" / "cluster"
 JOB_LINES = [line for line in shell_lines() if line.startswith(PYTHON)]
 OTHER_LINES = [line for line in shell_lines() if not line.startswith(PYTHON)]
 DRY = ("train_lm", "train_clip", "train_sentences", "train_classifier", "sweep", "train_reward", "prepare_features")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from task_support import tiny_sentences
 from jobs.engine.failures import FatalTrainingError
 from jobs.engine.launch import train
 from jobs.tasks.sentence_encoder.config import SentenceConfig
-from jobs.tasks.sentence_encoder.data import prepare_documents, span_source
 from jobs.tasks.sentence_encoder.plan import make_plan
 from pipelines.archives import list_archives
 from pipelines.plan import StreamPlan
@@ -39,16 +37,11 @@ pytestmark = [pytest.mark.cluster, pytest.mark.long]
 SEED, WINDOW, BATCH = 5, 40, 8
 
 
-def documents(corpus: Path) -> list[str]:
-    """Return the training documents of the corpus, which need no escapes in JSON."""
+def json_lines(corpus: Path) -> list[str]:
+    """Return the training documents of the corpus, which need no escapes, as JSON lines."""
     place = str(corpus / "train")
     items = [item for archive in list_archives(place) for item in read_documents(place, archive)]
-    return [item.text for item in items if isinstance(item, Document)]
-
-
-def json_lines(corpus: Path) -> list[str]:
-    """Return the training documents of the corpus as JSON lines."""
-    return [f'{{"text": "{text}"}}\n' for text in documents(corpus)]
+    return [f'{{"text": "{item.text}"}}\n' for item in items if isinstance(item, Document)]
 
 
 @pytest.fixture
@@ -168,19 +161,6 @@ def sentences(
         workers={"num_workers": num_workers},
         tracking={"uri": f"sqlite:///{storage}/mlflow.db"},
     )
-
-
-def test_a_text_whose_documents_are_too_short_ends_the_reading(
-    cluster: dict[str, str], corpus: Path, wordpiece: Path, source: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "long.jsonl").write_text(f'{{"text": "{" ".join(documents(corpus)[:40])}"}}\n')
-    options = {"max_length": 200, "min_num_tokens": 0, "validation": str(tmp_path / "long.jsonl")}
-    config = sentences(source, corpus, wordpiece, tmp_path, prepare="streaming", **options)
-    growing, _ = prepare_documents(config)
-    reading = replace(stream(growing), source=span_source(config, growing, seed=SEED))
-    message = r"data\.train = .*' holds no document of 800 tokens.*data\.max_length = 200 .*: choose shorter spans"
-    with pytest.raises(ValueError, match=message):
-        next(reading.batches(0, BATCH))
 
 
 def test_a_sentence_encoder_that_was_stopped_trains_as_if_its_text_had_been_prepared_ahead(

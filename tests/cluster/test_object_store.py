@@ -9,21 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
 from s3_support import ObjectStore
 from support import LANGUAGE_MODEL_OPTIONS, assert_same_losses
-from text_archive_support import tar
 
-from pipelines.images.manifest import ImageManifest
-from pipelines.images.pairs import PairSource
-from pipelines.images.prepare import PrepareImagesConfig, prepare_images
-from pipelines.plan import StreamPlan
 from pipelines.storage import read_bytes, read_json, write_bytes
-from pipelines.stream import RankStream
-from pipelines.text.tokenization import train_bpe
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
@@ -34,65 +25,6 @@ def store(s3_server: ObjectStore) -> Iterator[ObjectStore]:
     s3_server.behave()
     yield s3_server
     s3_server.behave()
-
-
-def test_images_of_a_stream_are_read_once_in_large_ranges(
-    cluster: dict[str, str], store: ObjectStore, bucket: str, tmp_path: Path
-) -> None:
-    """Tars have 9 MB and more, so that each has at least a block, and images that do not compress."""
-    (tmp_path / "data").mkdir()
-    for number in range(3):
-        members = []
-        for key in range(16):
-            pixels = np.random.default_rng([number, key]).integers(0, 256, (400, 500, 3), dtype=np.uint8)
-            buffer = io.BytesIO()
-            Image.fromarray(pixels).save(buffer, "PNG", compress_level=0)
-            members += [
-                (f"{number}{key:02}.png", buffer.getvalue()),
-                (f"{number}{key:02}.txt", f"caption {key}".encode()),
-            ]
-        (tmp_path / "data" / f"{number:05d}.tar").write_bytes(tar(members))
-    num_bytes = sum(file.stat().st_size for file in (tmp_path / "data").iterdir())
-    store.upload(tmp_path / "data", f"{bucket}/data")
-    uri = f"s3://{bucket}/data"
-    store.behave(latency=0.03)
-    local = prepare_images(PrepareImagesConfig(source=str(tmp_path / "data")), str(tmp_path / "local"))
-    remote = prepare_images(PrepareImagesConfig(source=uri), str(tmp_path / "remote"))
-    assert remote.digest == local.digest
-    counts = store.counts()
-    assert counts.num_bytes <= 1.05 * num_bytes
-    assert counts.num_bytes >= 8e6 * counts.num_gets
-
-    tokenizer = train_bpe([f"caption {number}" for number in range(16)], 300)
-    tokenizer.pad_token = tokenizer.eos_token
-
-    def batches(manifest: ImageManifest, rank: int, start: int = 0) -> Iterator[list[int]]:
-        """Yield the digests of a rank's batches, of two ranks, from a place on up to the end of two epochs."""
-        stream = RankStream(
-            source=PairSource(manifest=manifest, tokenizer=tokenizer, image_size=32, cache_bytes=2**30),
-            plan=StreamPlan(shard_sizes=manifest.shard_sizes, seed=1, window_size=20), batch_size=8, rank=rank,
-            world_size=2, num_readers=0 if manifest is local else 2, num_batches_per_task=2, num_batches_per_output=1,
-        )  # fmt: skip
-        for batch in stream.batches(start, 2 * sum(manifest.shard_sizes)):
-            yield batch["digest"].tolist()
-
-    references = [list(batches(local, rank)) for rank in range(2)]
-    # A tar that is gone ends the reading with its name. When it is back, the next batch is the one that was missing.
-    line = {"latency": 0.03, "bytes_per_second": 100e6, "share_failing": 0.3, "seed": 1}
-    store.behave(**line, gone="00001.tar")
-    found: list[list[int]] = []
-    with pytest.raises(Exception, match=rf"{uri}/00001\.tar: there is no such object"):
-        found.extend(batches(remote, 0))
-    assert len(found) < len(references[0])
-    all_counts = [store.counts()]
-    store.behave(**line)
-    assert found + list(batches(remote, 0, start=8 * len(found))) == references[0]
-    assert list(batches(remote, 1)) == references[1]
-    # Two epochs of two ranks read every byte once, because all processes of the node share the cache.
-    all_counts.append(store.counts())
-    assert sum(count.num_failed for count in all_counts) > 0
-    assert sum(count.num_bytes for count in all_counts) <= 1.05 * num_bytes
-    assert sum(count.num_bytes for count in all_counts) >= 8e6 * sum(count.num_gets for count in all_counts)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from readme_support import lines_like, recipe, run_line, run_notebook
+from readme_support import lines_like, run_line, run_notebook
 from safetensors.torch import load_file
 from support import outcome_of
 
@@ -43,17 +43,6 @@ def test_training_and_scoring(home: Path, export: Path) -> None:
     assert column["metrics"]["test/num_images"] == 20
     assert 0 <= column["metrics"]["test/mean_recall"] <= 1
     assert column["metrics"]["concepts/num_classes"] == 2
-
-
-@pytest.mark.long
-def test_what_make_run_runs(home: Path, export: Path) -> None:
-    """Another test trains frozen towers, so only the page is made."""
-    (predict,) = [line for line in recipe("run") if "predict_temperatures" in line]
-    assert "--model runs/clip-temperatures/export " in predict
-    assert (home / "data" / "sample" / "images" / "validation").is_dir()
-    (home / "runs" / "clip-temperatures").mkdir(exist_ok=True)
-    run_line(predict.replace("runs/clip-temperatures/export", str(export)))
-    assert "concept_frequency" in (home / "runs" / "clip-temperatures" / "temperatures.html").read_text()
 
 
 @pytest.mark.long

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from ray.data import DataContext, ExecutionResources
 
 from jobs.engine.cluster import check_placement
 from pipelines import stream as stream_module
@@ -23,7 +21,7 @@ from pipelines.images.prepare import PrepareImagesConfig, prepare_images
 from pipelines.plan import StreamPlan
 from pipelines.prepare import run_tasks
 from pipelines.store_errors import RETRIES
-from pipelines.stream import Batch, RankStream, SchedulingThrottle, Source
+from pipelines.stream import Batch, RankStream, Source
 from pipelines.text.blocks import BlockSource
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import PackingConfig
@@ -87,40 +85,6 @@ class Named:
 
     def name(self, shard: int, row: int) -> str:
         return f"{shard}/{row}"
-
-
-class Zeros(Named):
-    """Reads items that are 1 MiB of zeros each."""
-
-    def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
-        return {"digest": rows, "x": np.zeros((len(rows), 1 << 18), dtype=np.float32)}
-
-
-@pytest.mark.long
-def test_rays_loop_rests_while_all_memory_is_full_of_what_was_read_ahead(
-    cluster: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps: list[float] = []
-    rest = SchedulingThrottle.on_execution_step
-
-    def counted(self: SchedulingThrottle, executor: Any) -> None:
-        steps.append(time.monotonic())
-        rest(self, executor)
-
-    monkeypatch.setattr(SchedulingThrottle, "on_execution_step", counted)
-    options = DataContext.get_current().execution_options
-    monkeypatch.setattr(options, "resource_limits", ExecutionResources(object_store_memory=32 << 20))
-    reading = stream(Zeros(), [200], batch_size=4, num_batches_per_task=8, num_batches_per_output=1)
-    places = []
-    for number, batch in enumerate(reading.batches(0, 200)):
-        places += batch["place"].tolist()
-        if number == 3:
-            # While the consumer computes, a step of Ray Data's loop takes at least 50 ms, however fast the machine is.
-            begun = time.monotonic()
-            time.sleep(2)
-            during = [at for at in steps if begun < at < begun + 2]
-            assert 1 <= len(during) <= 2 / SchedulingThrottle.SECONDS + 2
-    assert places == list(range(200))
 
 
 @dataclass

@@ -5,7 +5,6 @@ What `ray job submit` starts keeps the password of its MLflow server; test_train
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from ray.job_submission import JobSubmissionClient
-from server_support import BIN, MlflowServer, Node, free_port, wait_for_ports
-from support import ROOT, runs_of, wait_for
+from server_support import BIN, Node, free_port, wait_for_ports
+from support import ROOT, wait_for
 
 from jobs.engine.cluster import ensure_token
 from jobs.engine.revision import checkout_revision
@@ -147,44 +146,3 @@ def test_a_job_whose_head_is_lost_is_submitted_again_when_there_is_a_head(tmp_pa
     assert "the cluster does not know the job" in told
     # The head may be lost before it has sent what the first job printed.
     assert (said.count("start 1 of outlive"), said.count("done")) == (1, 1)
-
-
-def test_a_sweep_finds_its_storage_knows_its_revision_and_keeps_the_password(
-    ray_head: dict[str, str], corpus: Path, tmp_path: Path
-) -> None:
-    secret, revision = "hunter2", "0123456789abcdef0123456789abcdef01234567"
-    runs = tmp_path / "runs"
-    (tmp_path / "server").mkdir()
-    server = MlflowServer(tmp_path / "server")  # accepts everyone
-    server.start()
-    host = server.uri.removeprefix("http://")
-    variables = {"TEMPNET_HOME": str(runs), "MLFLOW_TRACKING_URI": f"http://me:{secret}@{host}"}
-    try:
-        done = subprocess.run(
-            [str(BIN / "ray"), "job", "submit", "--address", ray_head["DASHBOARD"], "--working-dir", ".",
-             "--runtime-env-json", json.dumps({"env_vars": variables}), "--",
-             "env", f"TEMPNET_REVISION={revision}-dirty", "python", "-m", "jobs.sweep", "gpt2-rho-lr-small",
-             "--base.run.name=rho", "--base.run.num-steps=4", "--base.run.max-restarts=0",
-             f"--base.data.train={corpus}/train", f"--base.data.validation={corpus}/validation",
-             f"--base.data.tokenizer={corpus}/tokenizer", "--base.data.context-length=64", "--base.model.hidden-size=64",
-             "--base.validation.every=4", "--base.validation.num-oracle-tokens=512", "--base.optimizer.batch-size=8",
-             "--base.workers.num-workers=1", "--sweep.axes", "temperature.rho=0.5,1"],
-            cwd=ROOT, env={name: value for name, value in ray_head.items() if name != "RAY_ADDRESS"}, capture_output=True,
-            text=True, timeout=600,
-        )  # fmt: skip
-        said = done.stdout + done.stderr
-        assert done.returncode == 0, said
-        found = runs_of(server.uri, "language-models")
-    finally:
-        server.kill()
-    assert f"http://***@{host}" in said
-    assert len(found) == 3
-    for run in found:
-        assert run.info.status == "FINISHED"
-        assert (run.data.tags["git.revision"], run.data.tags["git.dirty"]) == (revision, "true")
-        assert run.data.tags["ray_job_id"].startswith("raysubmit_")
-        assert run.data.params.get("tracking.uri", run.data.params.get("base.tracking.uri")) == f"http://***@{host}"
-    assert (runs / "rho" / "results.json").is_file()
-    assert secret not in said
-    for file in [*runs.rglob("*"), *(tmp_path / "server").rglob("*")]:
-        assert not file.is_file() or secret.encode() not in file.read_bytes(), file

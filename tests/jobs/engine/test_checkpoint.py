@@ -31,7 +31,7 @@ from jobs.engine.checkpoint import (
     upload_part,
 )
 from jobs.engine.config import RunSection, TrainingConfig
-from jobs.engine.failures import FatalTrainingError
+from jobs.engine.failures import DiskFullError, FatalTrainingError
 from jobs.engine.resumption import (
     RECORD_FILE,
     Resumption,
@@ -96,6 +96,14 @@ def test_a_part_that_cannot_be_uploaded_leaves_no_copy(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="run"):
         upload_part(tmp_path / "part", str(tmp_path / "run" / "checkpoint-00000005"), rank=0, world_size=1, group="")
     assert not (tmp_path / "part").exists()
+
+
+def test_a_disk_that_is_full_ends_the_upload_with_its_path(tmp_path: Path, small_disk: Callable[[int], Path]) -> None:
+    run = small_disk(1) / "run"
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "states.pt").write_bytes(bytes(4 << 20))
+    with pytest.raises(DiskFullError, match=rf"{run}/checkpoint-00000005"):
+        upload_part(tmp_path / "part", str(run / "checkpoint-00000005"), rank=0, world_size=1, group="")
 
 
 def test_what_a_killed_process_has_left_is_deleted_by_the_next_and_nothing_else(

@@ -148,16 +148,25 @@ def test_metrics_arrive_and_the_last_value_of_a_step_counts(mlflow_uri: str) -> 
     assert not warnings
 
 
-def test_an_outage_keeps_the_values_which_can_be_sent_later(mlflow_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hangs", [False, True])
+def test_an_outage_keeps_the_values_which_can_be_sent_later(
+    mlflow_uri: str, hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody listens, or who listens never answers, which does not hold the end of a run."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    if not hangs:
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     warnings: list[str] = []
-    away = MetricLogger(
-        TrackedRun(uri="http://127.0.0.1:9", run_id="0" * 32), warn=warnings.append, seconds_between_sends=0.05
-    )
-    away.log({"loss": 2.5}, 3)
-    wait_for(lambda: any("unreachable" in warning for warning in warnings), seconds=60)
-    assert away.close(seconds=0.3) == 1
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1] if hangs else 9
+        uri = f"http://127.0.0.1:{port}"
+        away = MetricLogger(TrackedRun(uri=uri, run_id="0" * 32), warn=warnings.append, seconds_between_sends=0.05)
+        away.log({"loss": 2.5}, 3)
+        if not hangs:
+            wait_for(lambda: any("unreachable" in warning for warning in warnings), seconds=60)
+        started = time.monotonic()
+        assert away.close(seconds=0.3) == 1
+        assert time.monotonic() - started < 20
     assert any("1 metric values could not be sent" in warning for warning in warnings)
     run = open_for(mlflow_uri, "/runs/outage")
     for _ in range(2):  # Sending the values twice does no harm.

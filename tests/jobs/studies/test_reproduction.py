@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import strategies as st
 
 from jobs.engine.config import TrackingSection
 from jobs.engine.identity import flatten, with_fields
@@ -46,7 +45,6 @@ from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.contrastive.losses import ContrastiveLoss
 
 MEASURES = {"x": Measure(name="x", title="x", value=lambda scores: scores["x"])}
-FIGURES = st.lists(st.floats(-100, 100), min_size=2, max_size=6)
 
 
 def make(name: str, tmp_path: Path, **options: Any) -> Reproduction:

@@ -427,9 +427,11 @@ def test_sentence_encoders_and_classifiers_are_exported_for_transformers(site: S
     assert load_file(export / "model.safetensors").keys() == dict(model.named_parameters()).keys()
 
 
-def test_what_the_pairs_are_too_few_for_is_refused(site: Site) -> None:
+def test_what_the_data_are_too_few_for_is_refused(site: Site) -> None:
     with pytest.raises(ValueError, match=r"temperature\.rho = 4\.6 is not below log\(N − 1\) = 4\.5951"):
         dual_encoder(site.home, "large", {"temperature": {"rho": 4.6}}).prepare()
+    with pytest.raises(ValueError, match=r"data\.train = .*' holds no document of 800 tokens.*data\.max_length = 200 "):
+        sentences(site.home, "long", {"data": {"max_length": 200, "min_num_tokens": 0}}).prepare()
 
 
 def test_a_student_learns_from_its_teacher_and_a_finetuned_model_from_where_it_began(site: Site) -> None:

@@ -16,10 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from image_archive_support import prepare
+from s3_support import ObjectStore
 from text_archive_support import tar
 
 from pipelines.images.manifest import ImageManifest, read_index
 from pipelines.images.pairs import PairSource
+from pipelines.images.prepare import PrepareImagesConfig, prepare_images
 from pipelines.images.temperature_table import read_temperatures, table_schema
 from pipelines.images.views import AugmentationConfig, evaluation_view
 from pipelines.plan import StreamPlan
@@ -217,6 +219,20 @@ def test_an_archive_that_has_changed_is_named(
     path.write_bytes(change(path.read_bytes())) if change else path.unlink()
     with pytest.raises(OSError, match=message):
         everything(source(manifest))
+
+
+def test_pairs_in_an_object_store_are_those_of_local_files_and_a_tar_that_is_gone_is_named(
+    manifest: ImageManifest, s3_server: ObjectStore, bucket: str, tmp_path: Path
+) -> None:
+    s3_server.upload(write_data(tmp_path), f"{bucket}/data")
+    config = PrepareImagesConfig(source=f"s3://{bucket}/data", max_bad_share=0.5)
+    remote = prepare_images(config, str(tmp_path / "remote"))
+    assert remote.digest == manifest.digest
+    expected, found = everything(source(manifest)), everything(source(remote, cache_bytes=2**30))
+    assert all(np.array_equal(found[name], value) for name, value in expected.items())
+    s3_server.filesystem.delete_file(f"{bucket}/data/0.tar")
+    with pytest.raises(FileNotFoundError, match=rf"s3://{bucket}/data/0\.tar: there is no such object"):
+        everything(source(remote))
 
 
 def test_a_directory_of_images_with_a_json_of_captions(tmp_path: Path) -> None:
