@@ -28,7 +28,7 @@ from torch import Tensor
 
 from benchmarks.product_paths import NUM_NEW_TOKENS, WORDS, check, draw_texts, prompt_of, split_targets, tokens_of
 from benchmarks.small_models import make_model, train, word_tokenizer
-from jobs.engine.description import markdown_table
+from jobs.engine.report import markdown_table
 from jobs.scoring.analyses.config import Decoders
 from jobs.scoring.decoders.bench import BenchSettings, BenchWorker, run_bench
 from jobs.scoring.decoders.job import conclusion, figures, plot, table

@@ -20,8 +20,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jobs.engine.description import markdown_table
 from jobs.engine.metrics import TrackedRun, metric_history
+from jobs.engine.report import markdown_table
 
 Value = TypeVar("Value")
 

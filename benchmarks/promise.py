@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from benchmarks.measure import print_setting, print_table
 from benchmarks.small_models import CONTEXT_LENGTH, split_words, train_on_stream
-from jobs.engine.baselines import beats
+from jobs.engine.report import beats
 from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.headroom.job import figures, milli, read_measured
 from jobs.scoring.headroom.texts import Measurer, TextMeasurement, token_question

@@ -26,7 +26,7 @@ import tyro
 
 from benchmarks.decoders import train_base
 from benchmarks.product_paths import NUM_NEW_TOKENS, prompt_of, split_targets
-from jobs.engine.description import markdown_table
+from jobs.engine.report import markdown_table
 from jobs.scoring.headroom.config import RewardHeadroom
 from jobs.scoring.headroom.rewards import conclude, measure, plan_of
 from jobs.scoring.reward.config import RewardConfig, RewardTemperatureSection

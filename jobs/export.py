@@ -44,8 +44,8 @@ def main(arguments: Sequence[str]) -> int:
     with refusals_on_one_line():
         job = tyro.cli(ExportJob, args=arguments, prog="python -m jobs.export", description=__doc__)
     from jobs.engine.export import configuration_from, configure, find_checkpoint, make_late_export, read_task
-    from jobs.engine.failures import FatalTrainingError
     from jobs.engine.fields import absolute_path
+    from jobs.engine.resumption import FatalTrainingError
 
     try:
         directory = absolute_path(job.run).rstrip("/")

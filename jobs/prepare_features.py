@@ -24,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     config, dry_run = parse_preset(PRESETS, arguments, job="prepare_features", purpose=(__doc__ or "").splitlines()[0])
     # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
     from jobs.engine.cluster import check_machine
-    from jobs.engine.preflight import check_room, check_writable
+    from jobs.engine.launch import check_room, check_writable
     from jobs.scoring.units import ScoringFailedError
     from pipelines.problems import TooManyProblemsError
 

@@ -17,7 +17,7 @@ import tyro
 
 from jobs.engine.command_line import refusals_on_one_line, run_job, show
 from jobs.engine.config import RunSection
-from jobs.engine.description import markdown_table
+from jobs.engine.report import markdown_table
 from jobs.scoring.command import ending_in_one_line
 
 

@@ -101,9 +101,7 @@ class Asking:
 def processes(num_processes: int) -> Iterator[Call]:
     """Start processes connected by gloo; yield `call(function, *arguments)`, which returns their results in order."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["jobs.engine.loop", "jobs.engine.recording", "transformers.models.auto.modeling_auto"]
-    )
+    context.set_forkserver_preload(["jobs.engine.loop", "jobs.engine.launch", "transformers.models.auto.modeling_auto"])
     with patch.dict(os.environ, DS_ACCELERATOR="cpu"):  # which DeepSpeed reads when it is imported
         forkserver.ensure_running()
     with tempfile.TemporaryDirectory() as directory:
@@ -210,7 +208,7 @@ def train_plan(
         file: where the steps are recorded.
         settings: fields of the job.
     """
-    from jobs.engine.recording import finish
+    from jobs.engine.launch import finish
 
     plan = make()
     config = plan.config.with_num_workers(world_size)

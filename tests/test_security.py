@@ -36,7 +36,7 @@ FORBIDDEN = re.compile(
     r"os\.system|shutil\.unpack_archive|.*\.extractall|(?:tar|archive|zip\w*)\.extract"
 )
 ALLOWED = {
-    "jobs/engine/ray_worker.py": "cloudpickle.loads",
+    "jobs/engine/ray_train.py": "cloudpickle.loads",
     "jobs/scoring/verifiers/code_process.py": "exec",
 }
 

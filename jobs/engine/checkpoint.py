@@ -35,8 +35,13 @@ from torch import Tensor, nn
 
 from jobs.engine.config import TrainingConfig
 from jobs.engine.deepspeed_engine import keeping_settings
-from jobs.engine.failures import FatalTrainingError, naming_full_disk, naming_refused_write
-from jobs.engine.resumption import find_changed_file, write_file_list
+from jobs.engine.resumption import (
+    FatalTrainingError,
+    find_changed_file,
+    naming_full_disk,
+    naming_refused_write,
+    write_file_list,
+)
 from jobs.engine.worker import WorkerContext
 from pipelines.storage import resolve
 

@@ -22,7 +22,7 @@ from typing import NoReturn, TypeVar
 
 import tyro
 
-from jobs.engine.identity import PRESET, apply_config_file, flat_fields, read_config_file, save_config_file
+from jobs.engine.fields import PRESET, apply_config_file, flat_fields, read_config_file, save_config_file
 from jobs.engine.masking import masked, printable
 from jobs.engine.revision import LOCKED_VARIABLE, check_locked
 from tempnet.command import COMMAND_VARIABLE
@@ -42,7 +42,7 @@ def parse_preset(
 ) -> tuple[Config, bool]:
     """Parse the arguments into a configuration and whether a dry run is wanted; `--help` lists the presets.
 
-    `--config FILE` sets fields of the preset first, and `--save FILE` writes all of them (`jobs.engine.identity`).
+    `--config FILE` sets fields of the preset first, and `--save FILE` writes all of them (`jobs.engine.fields`).
 
     Exits the process with a message on an unknown preset or field, or if the configuration refuses a value.
     """

@@ -152,12 +152,12 @@ class WorkersSection:
     the base; off for CPUs."""
     micro_batch: Literal["given", "auto"] = field(default="given", metadata=FREE_TO_CHANGE)
     """given: a worker processes `optimizer.micro_batch_size` samples at a time. auto: as many as the memory that is free when
-    it starts has room for, by the arithmetic of `jobs.engine.description` (language models). Losses differ by rounding."""
+    it starts has room for, by the arithmetic of `jobs.engine.hardware` (language models). Losses differ by rounding."""
     offload_optimizer: bool = False
     """Keep the optimizer state in CPU memory. Needs ZeRO stage 1, 2 or 3."""
     memory_gib: float | None = field(default=None, metadata=FREE_TO_CHANGE)
     """Memory that a worker may take, in GiB: that of its GPU, else of its process. A run that needs more by the arithmetic
-    of `jobs.engine.description` is refused. None: unlimited."""
+    of `jobs.engine.hardware` is refused. None: unlimited."""
 
     def __post_init__(self) -> None:
         if isinstance(self.num_workers, int):

@@ -46,7 +46,7 @@ class Mailbox:
     """Keeps the workers' lines and their last progress until the driver fetches them, and its requests to them.
 
     It is the terminal (`jobs.engine.worker.Terminal`) of a worker in the driver's own process; to others it is an actor of
-    Ray (`jobs.engine.ray_worker.RemoteMailbox`).
+    Ray (`jobs.engine.ray_train.RemoteMailbox`).
     """
 
     def __init__(self) -> None:

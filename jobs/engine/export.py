@@ -17,10 +17,9 @@ import pyarrow.fs
 from transformers import AutoConfig
 
 from jobs.engine.config import TrainingConfig
-from jobs.engine.failures import FatalTrainingError
 from jobs.engine.fields import resolve_fields, with_absolute_paths
 from jobs.engine.masking import masked
-from jobs.engine.resumption import find_damage, whole_checkpoints
+from jobs.engine.resumption import FatalTrainingError, find_damage, whole_checkpoints
 from jobs.engine.task import Plan
 from jobs.engine.worker import WorkerJob, export_here
 from pipelines.local_copy import local_copy

@@ -1,20 +1,30 @@
-"""What the fields of a configuration tell beside their values: whether they identify a run, are paths, or replace another."""
+"""The fields of configurations: what they tell beside their values, what identifies a run, its hash, and files of fields."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import hashlib
+import json
 import math
+import os
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from jobs.engine.masking import MASK, masked
 
 Section = TypeVar("Section")
 
 FREE_TO_CHANGE = {"is_free_to_change": True}
 """Metadata of a field that may change when a run is continued, such as how often it logs, or how it uses the machines.
 
-All other fields identify the run (`jobs.engine.identity`).
+All other fields identify the run (:func:`fixed_values`).
 """
 PATH = {"is_path": True}
 """Metadata of a field that can hold a local path, which :func:`with_absolute_paths` makes absolute for the workers."""
@@ -142,3 +152,195 @@ def parse_resources(field_name: str, values: Sequence[str]) -> dict[str, float]:
 def find_duplicate(names: Iterable[str]) -> str:
     """Return the first name that occurs more than once; empty if there is none."""
     return next((name for name, count in Counter(names).items() if count > 1), "")
+
+
+Config = TypeVar("Config")
+
+_NO_VALUE = object()
+# These neither shape the weights nor order the data, whatever their type.
+_FREE_FIELDS = re.compile(r"run\.(name|num_steps|start_from)|(validation|tracking)\..*|optimizer\.decay")
+
+
+def flatten(config: Any) -> dict[str, Any]:
+    """Convert a nested dataclass into a dictionary `section.field` → value."""
+    return {name: value for name, value, _ in flat_fields(config)}
+
+
+def flat_fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+    """Yield name (`section.field`), value and metadata of every field of a nested dataclass.
+
+    The value is that which the run has, also where the field leaves it to the machine.
+    """
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.metadata.get("stands_for", item.name))
+        if dataclasses.is_dataclass(value):
+            yield from flat_fields(value, f"{prefix}{item.name}.")
+        else:
+            yield prefix + item.name, value, item.metadata
+
+
+def with_fields(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return a copy of a configuration with fields (`section.field`) set to the given values."""
+    check_fields(values, [config])
+    known = flatten(config)
+    nested: dict[str, Any] = {}
+    for name, value in values.items():
+        _check_type(config, name, value)
+        *sections, field = name.split(".")
+        changes = nested
+        for section in sections:
+            changes = changes.setdefault(section, {})
+        changes[field] = float(value) if isinstance(known[name], float) and type(value) is int else value
+    return _replace(config, nested)
+
+
+def _replace(config: Config, changes: Mapping[str, Any]) -> Config:
+    """Return a copy of a nested dataclass with changes that are nested in the same way."""
+    values = {
+        name: _replace(held, value) if dataclasses.is_dataclass(held := getattr(config, name)) else value
+        for name, value in changes.items()
+    }
+    return dataclasses.replace(config, **values)  # type: ignore[type-var]  # a dataclass
+
+
+def _check_type(config: Any, name: str, value: Any) -> None:
+    *sections, field = name.split(".")
+    for section in sections:
+        config = getattr(config, section)
+    hint = get_type_hints(type(config))[field]
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    options = [option for kind in kinds if get_origin(kind) is Literal for option in get_args(kind)]
+    plain = tuple(kind for kind in kinds if isinstance(kind, type))
+    others = [kind for kind in kinds if get_origin(kind) not in (None, Literal)]  # sequences, which are not checked
+    fits = isinstance(value, plain) and (bool in plain or not isinstance(value, bool))
+    if fits or value in options or others or (float in plain and type(value) is int):
+        return
+    legal = [*map(repr, options), *("None" if kind is NoneType else kind.__name__ for kind in plain)]
+    raise ValueError(f"{name} = {value!r} must be {' or '.join(legal)}")
+
+
+def check_fields(names: Iterable[str], configs: Iterable[Any]) -> None:
+    """Check that every field (`section.field`) exists in at least one of the configurations."""
+    known = dict.fromkeys(name for config in configs for name in flatten(config))
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+            raise ValueError(f"there is no field {name}: did you mean {' or '.join(near) or 'another'}?")
+
+
+def fixed_values(config: Any) -> dict[str, Any]:
+    """Return the fields that identify a run, or a group of runs.
+
+    These are all that are not marked with `FREE_TO_CHANGE`, without those that are marked with `added_later` and have the
+    value that earlier runs stand for. Secrets in URIs are masked, so that they are not recorded and may be renewed.
+    """
+    return {
+        name: masked(metadata.get("recorded_as", {}).get(value, value) if isinstance(value, str) else value)
+        for name, value, metadata in flat_fields(config)
+        if not metadata.get("is_free_to_change", False) and metadata.get("value_before", _NO_VALUE) != value
+    }
+
+
+def recorded_values(config: Any) -> dict[str, Any]:
+    """Return the fields that identify a run as its `configuration.json` holds them, such as tuples as lists."""
+    values: dict[str, Any] = json.loads(json.dumps(fixed_values(config)))
+    return values
+
+
+def configuration_hash(config: Any) -> str:
+    """Return a hash (12 hex digits) of the fields that identify a run."""
+    content = json.dumps(fixed_values(config), sort_keys=True)
+    return hashlib.blake2b(content.encode(), digest_size=6).hexdigest()
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Return `field: old → new` for every field that differs between two configurations."""
+    return [
+        f"{name}: {old.get(name)!r} → {new.get(name)!r}"
+        for name in sorted(old.keys() | new.keys())
+        if not _equal(old.get(name), new.get(name))
+    ]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=1e-12, abs_tol=0.0)
+    return a == b
+
+
+def may_differ(name: str, held: object, own: object) -> bool:
+    """Return whether a run may have another value of a field than the run from whose checkpoint it starts."""
+    are_decimal = all(value is None or isinstance(value, float) for value in (held, own))
+    return bool(_FREE_FIELDS.fullmatch(name)) or (are_decimal and not name.startswith("data."))
+
+
+_EXPONENT = re.compile(r"[-+]?\d+e[-+]?\d+", re.IGNORECASE)
+PRESET = "preset"
+"""Key of a file that names the preset, which then need not be given on the command line."""
+
+
+def read_config_file(path: str) -> dict[str, Any]:
+    """Return the fields of a file as `section.field` → value, and its preset under :data:`PRESET` if it names one."""
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ValueError(f"--config {path}: {reason}") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"--config {path} is no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {path} must hold fields, as in `optimizer: {{batch_size: 8}}`")
+    return dict(_flatten(content, path))
+
+
+def _flatten(content: Mapping[Any, Any], path: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        if not isinstance(key, str):
+            raise ValueError(f"--config {path}: {prefix}{key!r} is no name of a field")
+        if isinstance(value, dict):
+            yield from _flatten(value, path, f"{prefix}{key}.")
+        else:
+            yield prefix + key, tuple(value) if isinstance(value, list) else value
+
+
+def apply_config_file(preset: Config, values: Mapping[str, Any], path: str) -> Config:
+    """Return a preset with the fields of a file.
+
+    Of two fields that are alternatives of each other, the one that the file gives replaces the other.
+    """
+    given = {name: value for name, value in values.items() if name != PRESET}
+    if hidden := [name for name, value in given.items() if MASK in str(value)]:
+        raise ValueError(
+            f"--config {path}: the secret in {' and '.join(hidden)} was masked: write it into the file again"
+        )
+    for name, held, metadata in flat_fields(preset):
+        # YAML 1.1 reads 1e-4, which has no point, as a text.
+        if not isinstance(held, str) and _EXPONENT.fullmatch(value := str(given.get(name))):
+            given[name] = float(value)
+        if (other := metadata.get("alternative")) and given.get(name) is not None:
+            given.setdefault(f"{name.rpartition('.')[0]}.{other}", None)
+    try:
+        return with_fields(preset, given)
+    except ValueError as error:
+        raise ValueError(f"--config {path}: {error}") from error
+
+
+def save_config_file(config: Any, preset: str, path: str) -> None:
+    """Write all fields of a configuration as YAML that `--config` reads; passwords in addresses are masked.
+
+    Only the user can read the file.
+    """
+    content: dict[str, Any] = {PRESET: preset}
+    for name, value, _ in flat_fields(config):
+        *sections, field = name.split(".")
+        section = content
+        for key in sections:
+            section = section.setdefault(key, {})
+        section[field] = _plain(masked(value))
+    text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value

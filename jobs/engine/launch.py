@@ -1,7 +1,8 @@
 """Runs a plan to its end: prepares the data, opens the MLflow run, trains and writes the report.
 
 A run trains with Ray, which is started here, or with `workers.local` in this process; then nothing of Ray is imported.
-Whatever can be refused before that is refused by the configuration, by the plan, or by `jobs.engine.preflight`.
+Whatever can be refused before that is refused by the configuration, by the plan, or by :func:`check_plan`, which a run and
+its `--dry-run` call alike, so that a dry run refuses exactly what the run would, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -10,32 +11,64 @@ import contextlib
 import dataclasses
 import hashlib
 import io
+import json
+import os
+import signal
 import sys
+import tempfile
+import threading
 import traceback
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import pyarrow.fs
+import torch
+from pyarrow.fs import LocalFileSystem
 
 from jobs.engine.command_line import FAILED, as_typed, exit_interrupted, fail, show
-from jobs.engine.config import TrainingConfig
+from jobs.engine.config import RunSection, TrainingConfig
 from jobs.engine.console import Console, Mailbox, note_failure
 from jobs.engine.export import write_task
-from jobs.engine.failures import FatalTrainingError, describe_continuation, explain_storage
-from jobs.engine.identity import configuration_hash, flatten, recorded_values
+from jobs.engine.fields import configuration_hash, differences, flatten, recorded_values, resolve_fields
 from jobs.engine.lease import Lease, LostRunError
 from jobs.engine.masking import masked
-from jobs.engine.metrics import TrackedRun, survive_outage
-from jobs.engine.preflight import Named, check_plan, find_outcome
-from jobs.engine.recording import RecordModels, finish, record_end
-from jobs.engine.resumption import found_checkpoints, registered_step
+from jobs.engine.metrics import TrackedRun, send_metrics, survive_outage
+from jobs.engine.report import verdict, verdict_metrics, verdict_rows, verdict_tags
+from jobs.engine.resumption import (
+    FatalTrainingError,
+    check_start,
+    describe_continuation,
+    explain_storage,
+    find_resumption,
+    found_checkpoints,
+    registered_step,
+    whole_checkpoints,
+)
 from jobs.engine.run_list import describe_run
-from jobs.engine.stopping import stopping_softly
 from jobs.engine.task import Plan, PreparedTask, create_members
-from jobs.engine.tracking import mark_if_ended, open_run, resolve_uri, run_tags, where_to_browse
+from jobs.engine.tracking import (
+    SQLITE,
+    check_experiment,
+    finish_run,
+    mark_if_ended,
+    open_run,
+    reconnection_uri,
+    resolve_uri,
+    run_tags,
+    sqlite_file,
+    where_to_browse,
+)
 from jobs.engine.worker import EarlyStopping, WorkerJob, train_here
 from pipelines.problems import TooManyProblemsError
-from pipelines.storage import create_directory, resolve, write_json
+from pipelines.storage import create_directory, exists, join, read_json, resolve, write_bytes, write_json
+from pipelines.store_errors import RETRIES
+from tempnet.network import CONFIG_FILE, HUB_NAME, PAIRED_DIRECTORY, TempNet, model_card
+from tempnet.network_config import TempNetConfig
 
 if TYPE_CHECKING:
     from ray.train import UserCallback
@@ -292,7 +325,7 @@ def _train_in_this_process(config: TrainingConfig, job: WorkerJob) -> dict[str, 
 def _make_mailbox(config: TrainingConfig) -> Any:
     if config.workers.local:
         return Mailbox()
-    from jobs.engine.ray_worker import RemoteMailbox
+    from jobs.engine.ray_train import RemoteMailbox
 
     return RemoteMailbox()
 
@@ -324,3 +357,255 @@ def delete_checkpoints(directory: str) -> None:
     filesystem, path = resolve(directory)
     for name in found_checkpoints(directory):
         filesystem.delete_dir(f"{path}/{name}")
+
+
+# ---- what is refused before Ray starts -------------------------------------------------------------------------------
+
+
+class Named(Protocol):
+    """The configuration of a run, or of a group of runs, that has a section `run`."""
+
+    @property
+    def run(self) -> RunSection:
+        """The name and the directories of the run."""
+        ...
+
+
+def check_plan(plan: Plan) -> dict[str, Any] | None:
+    """Check that a training run can be started, and return its outcome if it is finished already."""
+    config = plan.config
+    outcome = check_directory(config)
+    if outcome is None:
+        if not find_resumption(config.run.directory, {}).checkpoints:  # raises if the run cannot be continued
+            check_start(config)
+        check_writable("run.export", config.run.export_directory)
+        if plan.tracking_uri.startswith(SQLITE):
+            check_writable("tracking.uri", str(sqlite_file(plan.tracking_uri).parent))
+        if plan.tracking_uri:
+            check_experiment(plan.tracking_uri, config.tracking.experiment)
+        if not config.workers.local:
+            from jobs.engine.cluster import check_machine
+
+            check_machine()
+            check_room(config, plan.data_cpus)
+    return outcome
+
+
+def check_directory(config: Named) -> dict[str, Any] | None:
+    """Check that the name of a run is not taken and that its storage can be written; return the outcome of a finished run."""
+    outcome = find_outcome(config)
+    if outcome is None:
+        check_writable("run.storage", config.run.directory)
+        if not exists(config.run.prepared_directory):  # what is prepared already may lie where nothing can be written
+            check_writable("run.prepared", config.run.prepared_directory)
+    return outcome
+
+
+def find_outcome(config: Named) -> dict[str, Any] | None:
+    """Return the outcome of a finished run; None if the run is not finished or has not been started."""
+    directory = config.run.directory
+    held = read_json(f"{directory}/configuration.json")
+    if held is None:
+        if checkpoints := whole_checkpoints(directory):
+            raise ValueError(
+                f"run.name = {config.run.name!r}: {directory} holds {', '.join(checkpoints)}, but not the "
+                "configuration.json that they were made with: bring it back, delete the directory, or choose another run.name"
+            )
+        return None
+    if changed := differences(masked(held), recorded_values(config)):
+        raise ValueError(
+            f"run.name = {config.run.name!r} is taken in {config.run.resolved_storage} by another configuration: "
+            f"{'; '.join(changed)}. Choose another run.name, or delete {directory}"
+        )
+    return read_json(f"{directory}/outcome.json")
+
+
+def check_writable(field: str, uri: str) -> None:
+    """Check that files can be written into a directory, which need not exist yet."""
+    filesystem, path = resolve(uri)
+    try:
+        if isinstance(filesystem, LocalFileSystem):
+            place = Path(path)
+            while not os.path.lexists(place):
+                place = place.parent
+            # A file without a name, where the file system has such files: nothing is left even if this process is killed.
+            with tempfile.TemporaryFile(dir=place):
+                return
+        trial = f".write-{uuid.uuid4().hex}"
+        write_bytes(join(uri, trial), b"")
+        filesystem.delete_file(f"{path}/{trial}")
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        if isinstance(error, FileNotFoundError) and error.errno:
+            reason = "that file system takes no files"  # such as /proc
+        raise type(error)(
+            f"{field}: nothing can be written in {uri}: {reason}. Give another directory or URI"
+        ) from error
+
+
+def check_room(config: TrainingConfig, data_cpus: float) -> None:
+    """Check that this machine has the CPUs and GPUs of a run, if it is here that the job will start Ray."""
+    workers = config.workers
+    if workers.local:
+        raise ValueError("workers.local = True is for one training run: this job runs several, with Ray; leave it out")
+    if not os.environ.get("RAY_ADDRESS"):
+        from jobs.engine import cluster, ray_private
+
+        cluster.check_resources(
+            num_workers=workers.min_workers,
+            cpus_per_worker=workers.cpus_per_worker,
+            use_gpu=workers.use_gpu,
+            data_cpus=data_cpus * workers.min_workers / workers.max_workers,
+            total=ray_private.local_resources(),
+        )
+
+
+# ---- the end of a run: it is sent to MLflow at once or, after an outage, at the next start ----------------------------
+
+
+def keep_end(config: TrainingConfig, unsent_metrics: Sequence[Sequence[Any]], *, note: str) -> None:
+    """Store what MLflow must still receive in the run's directory, until :func:`record_end` has sent it."""
+    write_json(_file(config), {"unsent_metrics": list(unsent_metrics), "note": note})
+
+
+class RecordModels(Protocol):
+    """Registers a run's checkpoints as models in MLflow, and also its export if the run has an outcome."""
+
+    def __call__(self, config: TrainingConfig, tracked: TrackedRun, outcome: Mapping[str, Any] | None) -> None:
+        """Register the models; raises MLflow's errors, and leaves models that are already registered unchanged."""
+        ...
+
+
+def record_end(config: TrainingConfig, outcome: Mapping[str, Any], record_models: RecordModels | None = None) -> None:
+    """Send the unsent metrics, the report, the models and the status FINISHED to MLflow, unless this was done before.
+
+    An outage of MLflow only causes a warning, and what was to be sent is kept for the next call.
+    """
+    kept = read_json(_file(config))
+    if kept is None:
+        return
+    tracked = TrackedRun(
+        uri=reconnection_uri(outcome["tracking_uri"], config.tracking), run_id=outcome["mlflow_run_id"]
+    )
+    with survive_outage(f"the end of {config.run.name} (the same command sends it later)"):
+        send_metrics(tracked, kept["unsent_metrics"])
+        filesystem, path = resolve(f"{config.run.directory}/report")
+        with tempfile.TemporaryDirectory() as local:
+            pyarrow.fs.copy_files(path, local, source_filesystem=filesystem)
+            final = {f"verdict/{key}": value for key, value in verdict_metrics(outcome).items()}
+            if num_retries := outcome.get("store_retries"):
+                final["store_retries"] = num_retries
+            finish_run(
+                tracked,
+                status="FINISHED",
+                artifacts=local,
+                metrics=final,
+                tags=verdict_tags(outcome) | {"batches_digest": outcome.get("batches_digest", "")},
+                note=kept["note"],
+            )
+        if record_models is not None:
+            record_models(config, tracked, outcome)
+        filesystem, path = resolve(_file(config))
+        filesystem.delete_file(path)
+
+
+def _file(config: TrainingConfig) -> str:
+    return f"{config.run.directory}/mlflow_end.json"
+
+
+def finish(plan: Plan, prepared: PreparedTask, tracked: TrackedRun | None, result: dict[str, Any]) -> dict[str, Any]:
+    """Write the outcome, the report, and what remains to be sent to MLflow; return the outcome."""
+    config = plan.config
+    unsent = result.pop("unsent_metrics", {}).get(config.run.name, [])
+    data = {"num_samples": prepared.num_samples, **prepared.read_data_outcome()}
+    num_samples = data.pop("num_samples")
+    outcome = {
+        **result,
+        "run": config.run.name,
+        "directory": config.run.directory,
+        "started_at_step": config.run.start_step,
+        "export": config.run.export_directory,
+        "mlflow_run_id": tracked.run_id if tracked else None,
+        "mlflow_experiment_id": tracked.experiment_id if tracked else None,
+        "tracking_uri": masked(plan.tracking_uri),
+        **prepared.outcome,
+        **data,
+        "store_retries": result.get("store_retries", 0) + RETRIES.take(),  # This process has prepared the data.
+        "num_epochs": result["num_steps"] * config.optimizer.batch_size / num_samples if num_samples else None,
+        "temperature_verdict": verdict(result),
+    }
+    _publish(plan, outcome, tracked)
+    if tracked:
+        keep_end(config, unsent, note=f"```\n{plan.summary_table(outcome)}\n```")
+    write_card(config, prepared, outcome)
+    write_json(f"{config.run.directory}/outcome.json", outcome)
+    return outcome
+
+
+def write_card(config: TrainingConfig, prepared: PreparedTask, outcome: Mapping[str, Any]) -> None:
+    """Write the model card of an export with TempNets beside it."""
+    export = config.run.export_directory
+    with torch.device("meta"):  # The card needs the numbers of their parameters only.
+        networks = {
+            name: TempNet(TempNetConfig(**values))
+            for kind in ("", "_image", "_text")
+            if (values := read_json(f"{export}/{(name := f'{PAIRED_DIRECTORY}{kind}')}/{CONFIG_FILE}"))
+        }
+    if not networks:
+        return
+    base = getattr(getattr(config, "model", None), "path", "")
+    facts = [("base model", base)] if base else []
+    facts += [(f"{name} data", uri) for name, (_, _, uri) in prepared.data_sets.items()]
+    facts += [("training loss", outcome["loss"]), *verdict_rows(outcome)]
+    of_hub = base if HUB_NAME.fullmatch(base) and not exists(base) else ""
+    card = model_card(networks, "/".join(export.split("/")[-3:]), of_hub, masked(facts))
+    write_bytes(f"{export}/README.md", card.encode())
+
+
+def _publish(plan: Plan, outcome: dict[str, Any], tracked: TrackedRun | None) -> None:
+    """Write the report into the run's directory."""
+    config = plan.config
+    with tempfile.TemporaryDirectory() as name:
+        local = Path(name)
+        (local / "summary.txt").write_text(plan.summary_table(outcome) + "\n")
+        (local / "outcome.json").write_text(json.dumps(outcome, indent=1))
+        values = masked(dataclasses.asdict(resolve_fields(config)))
+        (local / "configuration.json").write_text(json.dumps(values, indent=1))
+        plan.write_report(local, outcome, tracked)
+        filesystem, path = resolve(f"{config.run.directory}/report")
+        filesystem.create_dir(path, recursive=True)
+        for file in local.iterdir():
+            with filesystem.open_output_stream(f"{path}/{file.name}") as stream:
+                stream.write(file.read_bytes())
+
+
+@contextmanager
+def stopping_softly(ask: Callable[[], None], *, grace_seconds: float, say: Callable[[str], None]) -> Iterator[None]:
+    """Let the first SIGTERM inside the block only ask the workers to save and stop; a second one ends the run at once.
+
+    If the workers have not stopped after the grace period, the run is ended as by Ctrl-C. Outside the main thread, which
+    alone may handle signals, and without a grace period, SIGTERM means what it did before.
+    """
+    if threading.current_thread() is not threading.main_thread() or not grace_seconds:
+        yield
+        return
+    main = threading.get_ident()
+    timer = threading.Timer(grace_seconds, lambda: signal.pthread_kill(main, signal.SIGINT))
+    timer.daemon = True
+    is_asked = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal is_asked
+        if is_asked:
+            raise KeyboardInterrupt
+        is_asked = True
+        say(f"told to end: saving the current step, for at most {grace_seconds:g} s (run.grace_seconds)")
+        ask()
+        timer.start()
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        signal.signal(signal.SIGTERM, before)

@@ -16,8 +16,9 @@ import gc
 import hashlib
 import itertools
 import math
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,12 +33,11 @@ from torch import Tensor
 from jobs.engine.checkpoint import FRESH_STATE, RunState, check_checkpoint, load_checkpoint, read_state, save_checkpoint
 from jobs.engine.console import Progress, SignsOfLife
 from jobs.engine.deepspeed_engine import gradient_norms, start_engine
-from jobs.engine.failures import FatalTrainingError, naming_full_disk
 from jobs.engine.hardware import num_threads_per_worker, peak_flops_per_second, peak_memory_gib
 from jobs.engine.metrics import MetricLogger, SystemMetrics
-from jobs.engine.stopping import StopRequests
+from jobs.engine.resumption import FatalTrainingError, naming_full_disk
 from jobs.engine.task import Statistics, Task
-from jobs.engine.worker import Validation, WorkerContext, WorkerJob
+from jobs.engine.worker import Terminal, Validation, WorkerContext, WorkerJob
 from pipelines.storage import compute_digest
 from pipelines.store_errors import RETRIES, RetryLog
 from pipelines.stream import Batch
@@ -439,3 +439,54 @@ class TrainingLoop:
 def seed_of(*values: int) -> int:
     """Return a 64-bit seed computed from the values, which may be of any size."""
     return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little")
+
+
+_SECONDS_BETWEEN_QUESTIONS = 0.5
+
+
+class StopRequests:
+    """The requests that a worker knows of.
+
+    Only the first worker asks the terminal, in which the driver and Ray Train's controller leave requests.
+    """
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._is_preempted = context.is_preempted
+        self._is_saving, self._is_stopping = threading.Event(), threading.Event()
+        self._closed = threading.Event()
+        self._is_answered = False
+        if context.rank == 0 and context.terminal is not None:
+            threading.Thread(target=self._ask, args=(context.terminal,), name="stop requests", daemon=True).start()
+
+    def read(self) -> tuple[bool, bool, bool]:
+        """Return whether a node of this run is about to be taken away, whether to save, and whether the run is to stop."""
+        is_preempted = not self._is_answered and self._is_preempted()
+        return is_preempted, self._is_saving.is_set(), self._is_stopping.is_set()
+
+    def answer(self, num_requests: Iterable[Any]) -> tuple[bool, bool]:
+        """Return whether to save and whether to stop, which is the same on all workers.
+
+        The notice about a node reaches the workers one by one; it is answered once, when the first of them has it.
+        """
+        is_preempted, is_saving, is_stopping = (bool(number) for number in num_requests)
+        self._is_answered |= is_preempted
+        if is_saving:
+            self._is_saving.clear()
+        return is_preempted or is_saving or is_stopping, is_stopping
+
+    def close(self) -> None:
+        """Stop asking."""
+        self._closed.set()
+
+    def _ask(self, terminal: Terminal) -> None:
+        num_saves: int | None = None  # requests from before this worker was started were answered by its predecessor
+        while not self._closed.wait(_SECONDS_BETWEEN_QUESTIONS):
+            if (answer := terminal.requests()) is None:
+                continue
+            must_stop, asked = answer
+            if num_saves is not None and asked > num_saves:
+                self._is_saving.set()
+            num_saves = asked
+            if must_stop:
+                self._is_stopping.set()
+                return

@@ -34,7 +34,6 @@ from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, Wo
 
 from jobs.engine.cluster import answers
 from jobs.engine.console import note_failure
-from jobs.engine.failures import FatalTrainingError, describe_continuation, explain_storage
 from jobs.engine.masking import masked
 from jobs.engine.ray_private import (
     DefaultFailurePolicy,
@@ -44,7 +43,13 @@ from jobs.engine.ray_private import (
     WorkerHealthCheckFailedError,
     is_raylet_lost,
 )
-from jobs.engine.resumption import record_checkpoint, registered_step
+from jobs.engine.resumption import (
+    FatalTrainingError,
+    describe_continuation,
+    explain_storage,
+    record_checkpoint,
+    registered_step,
+)
 from pipelines.store_errors import explain_write, is_store
 
 _MAX_CHARACTERS = 300

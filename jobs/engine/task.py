@@ -7,25 +7,31 @@ create its `Task`. A kind of training derives from both and adds what is special
 from __future__ import annotations
 
 import copy
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
+import torch
+import torch.distributed as dist
 from torch import Size, Tensor, nn
+from torch.optim import Optimizer
 
 from jobs.engine.config import TrainingConfig
-from jobs.engine.curves import draw_curves, draw_histogram
-from jobs.engine.description import results
-from jobs.engine.failures import FatalTrainingError
+from jobs.engine.fields import configuration_hash
+from jobs.engine.hardware import describe_memory, training_memory
+from jobs.engine.masking import masked
 from jobs.engine.metrics import TrackedRun
-from jobs.engine.rho import RhoSteering
+from jobs.engine.report import draw_curves, draw_histogram, results
+from jobs.engine.resumption import FatalTrainingError
 from pipelines.plan import StreamPlan
 from pipelines.storage import write_json
 from pipelines.stream import READ_CPUS, Batch, RankStream, Source
 from tempnet.base_model import BaseReference, read_reference
 from tempnet.contrastive.state import SampleState
+from tempnet.controllers import RhoController
 
 if TYPE_CHECKING:  # the driver does not need DeepSpeed at run time
     from deepspeed import DeepSpeedEngine
@@ -55,6 +61,72 @@ class StepResult:
     """This rank's part of the loss, or of the losses of several runs, detached; the sum over all ranks is the step's."""
     statistics: Statistics | list[Statistics] | None
     """Statistics of the step, or of every one of several runs; None unless they were requested."""
+
+
+_STATE_FILE = "rho.json"
+
+
+class RhoSteering:
+    """Sets the ρ of every step, the same on all ranks; without a target for the mean temperature, ρ stays constant.
+
+    Adjusting ρ costs one transfer from the device to the host per step.
+    """
+
+    def __init__(
+        self,
+        *,
+        target: float | None,
+        gain: float,
+        rho: float,
+        limit: float,
+        tau_range: tuple[float, float],
+        apply: Callable[[float], None],
+    ) -> None:
+        self._controller: RhoController | None = None
+        self._tau_range, self._apply = tau_range, apply
+        if target is not None:
+            self._controller = RhoController(rho, target=target, limit=limit, gain=gain)
+
+    def follows(self, optimizer: Optimizer, run: int = 0) -> bool:
+        """Return whether to :meth:`observe` the coming step of a run: it has a target, and its TempNet does not rest.
+
+        While its learning rate is 0, no ρ changes a temperature, and the controller's integral would grow to no
+        purpose.
+        """
+        own = [group for group in optimizer.param_groups if group.get("run", 0) == run]
+        return self._controller is not None and any(group["lr"] for group in own if group.get("name") == "tempnet")
+
+    def observe(self, tau: Tensor, slope: Tensor) -> None:
+        """Update ρ from the temperatures of a step, and set the loss's ρ for the next one. All ranks must call this.
+
+        A temperature near an end of its range hardly responds to its slope, because τ is a sigmoid of the network's
+        score s. Slopes are therefore averaged with the weights dτ/ds ∝ (τ − τ₀)(τ_max − τ), by which τ responds to the
+        score; this weighted mean is the push on all scores.
+        """
+        assert self._controller is not None
+        low, high = self._tau_range
+        tau, slope = tau.detach().double(), slope.detach().double()
+        follows = (tau - low) * (high - tau) + 1e-6 * (high - low) ** 2
+        sums = torch.stack([tau.sum(), tau.new_tensor(tau.numel()), (follows * slope).sum(), follows.sum()])
+        dist.all_reduce(sums)
+        total, count, push, weight = sums.tolist()
+        if count:
+            self._apply(self._controller.update(total / count, push / weight))
+
+    def scores(self) -> dict[str, float]:
+        """Return the current ρ as a metric; empty if ρ is constant."""
+        return {"rho": self._controller.rho} if self._controller else {}
+
+    def save(self, directory: Path) -> None:
+        """Write the controller's state into a checkpoint directory; every rank writes the same content."""
+        if self._controller:
+            (directory / _STATE_FILE).write_text(json.dumps(self._controller.state()))
+
+    def load(self, directory: Path) -> None:
+        """Restore the controller's state from a checkpoint directory, and set the loss's ρ."""
+        if self._controller:
+            self._controller.restore(json.loads((directory / _STATE_FILE).read_text()))
+            self._apply(self._controller.rho)
 
 
 class Task(ABC, Generic[Config]):
@@ -260,6 +332,38 @@ class Plan(ABC, Generic[Config]):
     @abstractmethod
     def describe(self) -> str:
         """Return the plan as text for the terminal."""
+
+    def describe_lines(
+        self,
+        *,
+        about: Mapping[str, str],
+        num_units: int,
+        readers: str = "",
+        parameters: str,
+        num_trained: int,
+        num_frozen: int = 0,
+        notes: Iterable[str] = (),
+        memory: Mapping[str, float] | None = None,
+    ) -> str:
+        """Format the plan: lines that every kind of training has, and those about this one.
+
+        `num_units` is the number of units of a batch; `memory` replaces what follows from the numbers of parameters.
+        """
+        config, run, workers = self.config, self.config.run, self.config.workers
+        state = training_memory(workers, num_trained=num_trained, num_frozen=num_frozen)
+        lines = {
+            "run": f"{run.name} in {run.directory} (configuration {configuration_hash(config)})",
+            **about,
+            "steps": f"{run.num_steps} = {run.num_steps * num_units:,} {self.unit}; checkpoint every {run.checkpoint_every}, "
+            f"validation every {config.validation.every}",
+            "workers": f"{workers.num_workers} × {'1 GPU' if workers.use_gpu else 'CPU'}, ZeRO {workers.zero_stage}, "
+            f"{workers.resolved_precision}{', in this process' if workers.local else readers}",
+            "parameters": parameters,
+            "memory": describe_memory(memory) if memory else f"{describe_memory(state)}; activations are not counted",
+            "MLflow": masked(self.tracking_uri) or "off",
+        }
+        rows = [*lines.items(), *(("note", note) for note in notes)]
+        return "\n".join(f"{name:<13}{line}" for name, line in rows)
 
     @abstractmethod
     def prepare(self) -> PreparedTask:

@@ -29,7 +29,7 @@ from mlflow.entities import Dataset, DatasetInput, Experiment, InputTag, Lifecyc
 from mlflow.exceptions import MlflowException
 
 from jobs.engine.config import TrackingSection
-from jobs.engine.identity import configuration_hash
+from jobs.engine.fields import configuration_hash
 from jobs.engine.masking import masked
 from jobs.engine.metrics import TrackedRun, metric_name, survive_outage
 from jobs.engine.revision import revision_tags

@@ -1,6 +1,6 @@
 """What a worker of a run does, and what it knows of the processes around it; nothing here needs Ray.
 
-`jobs.engine.ray_worker` runs :func:`train_from_newest` in every worker of Ray Train, and :func:`train_here` in this process.
+`jobs.engine.ray_train` runs :func:`train_from_newest` in every worker of Ray Train, and :func:`train_here` in this process.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow.fs
 
-from jobs.engine.failures import FatalTrainingError
 from jobs.engine.resumption import (
+    FatalTrainingError,
     checkpoint_name,
     find_resumption,
     record_checkpoint,

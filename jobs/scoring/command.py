@@ -88,7 +88,7 @@ def run_evaluation(
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     from jobs.engine.cluster import check_machine
-    from jobs.engine.preflight import check_writable
+    from jobs.engine.launch import check_writable
     from jobs.scoring.results import Results
     from jobs.scoring.units import ScoringFailedError
     from pipelines.problems import TooManyProblemsError

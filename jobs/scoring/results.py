@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 import pyarrow.fs
 
-from jobs.engine.description import markdown_table
-from jobs.engine.identity import flatten
+from jobs.engine.fields import flatten
 from jobs.engine.masking import masked
 from jobs.engine.metrics import TrackedRun, survive_outage
+from jobs.engine.report import markdown_table
 from jobs.engine.tracking import finish_run, open_run
 from jobs.scoring.analyses.config import Analysis
 from jobs.scoring.config import EvaluationConfig

@@ -37,7 +37,7 @@ from ray.util.annotations import RayDeprecationWarning
 
 from jobs.engine.cluster import check_resources, start_ray
 from jobs.engine.console import clock
-from jobs.engine.identity import differences
+from jobs.engine.fields import differences
 from jobs.engine.worker import CPU_ENVIRONMENT
 from jobs.scoring.config import PoolSection
 from pipelines.storage import create_directory, read_bytes, read_json, resolve, write_bytes, write_json

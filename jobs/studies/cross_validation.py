@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from jobs.engine.cluster import check_machine, start_ray
-from jobs.engine.description import markdown_table
-from jobs.engine.identity import configuration_hash
-from jobs.engine.launch import claim_directory, tracking_uri
-from jobs.engine.preflight import check_directory, check_room
+from jobs.engine.fields import configuration_hash
+from jobs.engine.launch import check_directory, check_room, claim_directory, tracking_uri
+from jobs.engine.report import markdown_table
 from jobs.engine.task import data_set
 from jobs.studies.estimates import Estimate, estimate
 from jobs.studies.trials import DRIVER_CPUS, Results, Trial, open_parent, publish, run_trials
@@ -61,7 +60,7 @@ def make_cross_validation(config: CrossValidationConfig) -> CrossValidation:
 
 
 def check_cross_validation(work: CrossValidation) -> None:
-    """Check that a cross-validation can be started; raises as `jobs.engine.preflight` does."""
+    """Check that a cross-validation can be started; raises as `jobs.engine.launch` does."""
     check_directory(work.config)
     check_machine()
     for plan in work.examples:

@@ -28,14 +28,12 @@ from jobs.engine.cluster import check_resources
 from jobs.engine.command_line import FAILED, exit_interrupted, fail, show
 from jobs.engine.config import TrackingSection, TrainingConfig
 from jobs.engine.console import clock
-from jobs.engine.failures import FatalTrainingError
-from jobs.engine.identity import flatten
-from jobs.engine.launch import claim_directory, train, train_group
+from jobs.engine.fields import flatten
+from jobs.engine.launch import Named, claim_directory, record_end, train, train_group
 from jobs.engine.lease import Lease
 from jobs.engine.masking import masked
 from jobs.engine.metrics import TrackedRun, survive_outage
-from jobs.engine.preflight import Named
-from jobs.engine.recording import record_end
+from jobs.engine.resumption import FatalTrainingError
 from jobs.engine.task import Plan
 from jobs.engine.tracking import (
     end_children,

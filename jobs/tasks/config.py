@@ -5,7 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jobs.engine.fields import FREE_TO_CHANGE, PATH, check_not_negative, check_positive, check_share, parse_resources
+from jobs.engine.config import TrainingConfig
+from jobs.engine.fields import (
+    FREE_TO_CHANGE,
+    PATH,
+    check_not_negative,
+    check_positive,
+    check_share,
+    parse_resources,
+    stands_for,
+    values_of,
+)
+from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig, ContrastiveOptions, check_negatives
+from tempnet.network_config import TempNetConfig, TempNetOptions
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, so that a class can inherit from other slotted ones too
@@ -69,3 +81,155 @@ class TextSection(ReadSection):
     def preparing_cpus(self) -> float:
         """Number of logical CPUs that preparing text takes while training runs."""
         return self.prepare_cpus if self.is_streaming else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TempNetSection(TempNetOptions):
+    """Sizes and ablation switches of a TempNet, and the adjustment of ρ; each kind of task adds the loss that trains it."""
+
+    target_tau: float | None = None
+    """Mean temperature that training should reach and keep by adjusting ρ, which starts at `rho`. Must lie between τ₀
+    and τ_max. Meant for joint training of base model and TempNet. ρ is constant while the TempNet rests
+    (rest_share_tempnet). None: ρ is always constant."""
+    rho_gain: float = 5.0
+    """Gain κ of the adjustment, in nats: how far ρ moves if the mean temperature is off by a factor of e. Must be
+    positive; used only with target_tau."""
+
+    def check_steering(self, *, has_learned_rho: bool, tau_min: float, tau_max: float) -> None:
+        """Check that `target_tau` and `rho_gain` are possible for the loss."""
+        check_positive("temperature", self, "rho_gain")
+        if self.target_tau is None:
+            return
+        if not has_learned_rho:
+            raise ValueError(
+                f"temperature.target_tau = {self.target_tau:g} steers the ρ of a robust loss with TempNets: choose "
+                "temperature.loss dro (language models), tempnet or tempnet_neuclip (contrastive), or None"
+            )
+        if not tau_min < self.target_tau < tau_max:
+            raise ValueError(
+                f"temperature.target_tau = {self.target_tau:g} must lie between τ₀ = {tau_min:g} and τ_max = {tau_max:g}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContrastiveSection(TempNetSection, ContrastiveOptions):
+    """The contrastive loss, its normaliser and its temperatures (see `tempnet.contrastive.config`)."""
+
+    loss: str = "tempnet"
+    """Name of the loss: clip, clip_fixed, cyclip, sogclr, isogclr, tempnet, sogclr_given, temperature_free,
+    tempnet_in_batch, fastclip_v0, fastclip_v1, fastclip_v2, fastclip_v3, siglip, neuclip or tempnet_neuclip."""
+    tau: float | None = None
+    """The fixed temperature, or the initial value of a learned one. None: 0.07 for losses that are normalised over the batch
+    or learn one temperature (siglip: 0.1), 0.01 for the others."""
+    tau_min: float | None = None
+    """τ₀, the lower bound of the temperature. None: 0.01 for losses that are normalised over the batch or learn one
+    temperature, 0.001 for the others."""
+    tau_max: float | None = None
+    """τ_max, the upper bound of the temperature. None: 1 for losses that are normalised over the batch or learn one
+    temperature, 0.05 for the others."""
+    gamma_schedule: Literal["constant", "cosine"] | None = field(
+        default=None, metadata=stands_for("resolved_gamma_schedule")
+    )
+    """Schedule of γ. constant: always gamma. cosine: from 1 to gamma_min over the first half of training
+    (arXiv 2407.01445). None: cosine for fastclip_v0 to fastclip_v3, neuclip and tempnet_neuclip, else constant."""
+    phi_init: float = 0.01
+    """Initial value of φ, the temperature inside the TempNet's pooling layer."""
+
+    def __post_init__(self) -> None:
+        if self.loss not in LOSS_KINDS:
+            raise ValueError(f"temperature.loss = {self.loss!r} is unknown: choose one of {', '.join(LOSS_KINDS)}")
+        if self.input_shift != "none":
+            raise ValueError(
+                f"temperature.input_shift = {self.input_shift} shifts logits, but here TempNets read embeddings: choose none"
+            )
+        try:
+            loss = self.loss_config
+        except ValueError as error:
+            raise ValueError(f"temperature: {error}") from error
+        self.check_steering(
+            has_learned_rho=self.needs_tempnets and loss.kind.uses_rho, tau_min=loss.tau_min, tau_max=loss.tau_max
+        )
+
+    @property
+    def resolved_gamma_schedule(self) -> str:
+        """The schedule of γ, or that of the loss where it is None."""
+        return "cosine" if self.loss_config.has_falling_gamma else "constant"
+
+    @property
+    def needs_tempnets(self) -> bool:
+        """Whether the loss takes its temperatures from TempNets."""
+        return LOSS_KINDS[self.loss].temperature == "tempnet"
+
+    @property
+    def needs_prototypes(self) -> bool:
+        """Whether networks of the loss begin with embeddings of training samples."""
+        return self.needs_tempnets and self.projection
+
+    @property
+    def has_free_tau(self) -> bool:
+        """Whether temperatures are learned from the data rather than given."""
+        return LOSS_KINDS[self.loss].temperature in ("learned", "per_sample", "tempnet")
+
+    @property
+    def loss_config(self) -> ContrastiveLossConfig:
+        """The configuration of the loss that this section describes."""
+        bounds = {"tau_min": self.tau_min, "tau_max": self.tau_max}
+        return ContrastiveLossConfig.for_name(self.loss, tau=self.tau, **bounds, **values_of(self, ContrastiveOptions))
+
+    @property
+    def tau_range(self) -> tuple[float, float]:
+        """The bounds τ₀ and τ_max of the temperature."""
+        loss = self.loss_config
+        return loss.tau_min, loss.tau_max
+
+    def network_config(self, embedding_size: int) -> TempNetConfig:
+        """Return the configuration of a TempNet that reads embeddings of the given size."""
+        low, high = self.tau_range
+        options = values_of(self, TempNetOptions)
+        return TempNetConfig.for_embeddings(embedding_size, rho=self.rho, tau_min=low, tau_max=high, **options)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContrastiveTrainingConfig(TrainingConfig):
+    """Configuration of a run whose loss compares all samples of a batch with one another."""
+
+    def __post_init__(self) -> None:
+        TrainingConfig.__post_init__(self)
+        if self.optimizer.micro_batch_size:
+            raise ValueError(
+                f"optimizer.micro_batch_size = {self.optimizer.micro_batch_size}: a contrastive loss compares all samples of "
+                "the batch, so that accumulating parts of it would change the loss; choose 0, and more workers or a smaller "
+                "optimizer.batch_size if memory is short"
+            )
+        if self.workers.zero_stage == 3:
+            raise ValueError(
+                "workers.zero_stage = 3: encoders run one after the other within one forward pass and are small beside their "
+                "activations, so dividing their weights saves next to nothing; choose 0, 1 or 2"
+            )
+
+
+def check_sizes(
+    config: TrainingConfig,
+    temperature: ContrastiveSection | None,
+    *,
+    num_samples: int,
+    num_pairs_per_batch: int,
+    noun: str,
+) -> None:
+    """Check that batch size, number of prototypes and ρ are possible for the size of the training data."""
+    size = config.optimizer.batch_size
+    if size > num_samples:
+        raise ValueError(
+            f"optimizer.batch_size = {size} is more than the {num_samples} {noun} of data.train: choose at most {num_samples}"
+        )
+    if temperature is None:
+        return
+    try:
+        check_negatives(temperature.loss_config, num_pairs_per_batch, num_samples)
+    except ValueError as error:
+        raise ValueError(f"temperature.{error}") from error
+    if temperature.needs_prototypes and temperature.num_prototypes > num_samples:
+        raise ValueError(
+            f"temperature.num_prototypes = {temperature.num_prototypes} is more than the {num_samples} training {noun} that "
+            f"prototypes are made from: choose at most {num_samples}"
+        )

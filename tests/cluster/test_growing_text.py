@@ -15,8 +15,8 @@ import ray
 from support import at_the_same_time, history, wait_for, write_jsonl_zst
 from task_support import tiny_sentences
 
-from jobs.engine.failures import FatalTrainingError
 from jobs.engine.launch import train
+from jobs.engine.resumption import FatalTrainingError
 from jobs.tasks.sentence_encoder.config import SentenceConfig
 from jobs.tasks.sentence_encoder.plan import make_plan
 from pipelines.archives import list_archives

@@ -11,9 +11,8 @@ import pytest
 import ray
 from support import at_the_same_time, last_checkpoint, tiny_config, wait_for
 
-from jobs.engine.failures import FatalTrainingError
 from jobs.engine.launch import train
-from jobs.engine.resumption import RECORD_FILE
+from jobs.engine.resumption import RECORD_FILE, FatalTrainingError
 from jobs.tasks.language_model.plan import make_plan
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]

@@ -20,7 +20,7 @@ from readme_support import lines_like, run_line
 from support import LANGUAGE_MODEL_OPTIONS, ROOT, last_checkpoint, run_until, runs_of, sweep_runs, wait_for
 
 from jobs.engine.command_line import parse_preset
-from jobs.engine.identity import with_fields
+from jobs.engine.fields import with_fields
 from jobs.studies.sweeps.launch import _export_best, make_sweep, run_sweep
 from jobs.studies.sweeps.presets import PRESETS
 from jobs.studies.sweeps.report import Row

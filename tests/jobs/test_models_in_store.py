@@ -24,7 +24,7 @@ from support import write_jsonl_zst
 from transformers import AutoConfig, AutoModelForMaskedLM
 
 from jobs.engine.export import model_digest
-from jobs.engine.identity import with_fields
+from jobs.engine.fields import with_fields
 from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, Encoder, caption_encoder
 from jobs.scoring.generation.job import RecordFile
 from jobs.scoring.language_models.config import EvaluateConfig

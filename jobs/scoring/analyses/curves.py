@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.engine.config import TrackingSection
-from jobs.engine.description import markdown_table
+from jobs.engine.report import markdown_table
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.analyses.config import Analysis, Openness, TauMax
 from jobs.scoring.results import Findings, picture, publish_findings

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from pyarrow.fs import FileSelector, FileType
 
-from jobs.engine.description import markdown_table
+from jobs.engine.report import markdown_table
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.analyses.config import Noise, PairAnalysis, Phase
 from jobs.scoring.analyses.curves import Curves, show

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 import torch
 from pyarrow.fs import FileType
 
-from jobs.engine.description import markdown_table
+from jobs.engine.report import markdown_table
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.analyses.config import Instructions, Subjectivity, TextAnalysis
 from jobs.scoring.results import Findings, picture, publish_findings

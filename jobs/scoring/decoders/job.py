@@ -13,10 +13,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from jobs.engine.description import markdown_table
 from jobs.engine.export import model_digest
-from jobs.engine.fields import absolute_path
-from jobs.engine.identity import flatten
+from jobs.engine.fields import absolute_path, flatten
+from jobs.engine.report import markdown_table
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.analyses.config import Decoders
 from jobs.scoring.decoders.bench import (

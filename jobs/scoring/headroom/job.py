@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from jobs.engine.cluster import start_ray
-from jobs.engine.description import markdown_table
-from jobs.engine.identity import flatten
+from jobs.engine.fields import flatten
+from jobs.engine.report import markdown_table
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.results import ResultRun, picture, publish

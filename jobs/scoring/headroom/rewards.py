@@ -21,8 +21,8 @@ from dataclasses import replace
 from typing import Any
 
 from jobs.engine.cluster import start_ray
-from jobs.engine.description import markdown_table
-from jobs.engine.identity import flatten
+from jobs.engine.fields import flatten
+from jobs.engine.report import markdown_table
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.generation.sampling import TemperatureRule
 from jobs.scoring.headroom.config import RewardHeadroom

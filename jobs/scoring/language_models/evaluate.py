@@ -26,9 +26,9 @@ import torch
 from lm_eval.models.utils import resolve_max_length
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from jobs.engine.description import markdown_table
 from jobs.engine.export import model_digest, tempnet_digest
 from jobs.engine.fields import absolute_path
+from jobs.engine.report import markdown_table
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.language_models.config import NO_TEMPNET, EvaluateConfig, Temperature
 from jobs.scoring.language_models.harness import Tasks, TemperedLM, run_task

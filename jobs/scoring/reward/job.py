@@ -24,12 +24,12 @@ from transformers import AutoConfig
 
 from jobs.engine.cluster import check_machine, start_ray
 from jobs.engine.console import clock
-from jobs.engine.description import markdown_table
 from jobs.engine.export import open_export
-from jobs.engine.identity import differences, flatten
+from jobs.engine.fields import differences, flatten
+from jobs.engine.launch import check_writable
 from jobs.engine.masking import masked
 from jobs.engine.metrics import MetricLogger, survive_outage
-from jobs.engine.preflight import check_writable
+from jobs.engine.report import markdown_table
 from jobs.engine.tracking import finish_run, mark_if_ended, open_run, resolve_uri, run_tags
 from jobs.scoring.generation.sampling import TemperatureRule
 from jobs.scoring.reward.config import RewardConfig

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from jobs.engine.description import PROCESS_BYTES, describe_memory
 from jobs.engine.export import model_digest, tempnet_digest
-from jobs.engine.fields import with_absolute_paths
-from jobs.engine.identity import recorded_values
+from jobs.engine.fields import recorded_values, with_absolute_paths
+from jobs.engine.hardware import PROCESS_BYTES, describe_memory
 from jobs.engine.masking import masked
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.generation.formats import FORMATS, Prompt, read_prompts

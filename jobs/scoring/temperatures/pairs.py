@@ -24,11 +24,10 @@ import pyarrow as pa
 import torch
 from PIL import Image
 
-from jobs.engine.baselines import is_constant
 from jobs.engine.cluster import start_ray
-from jobs.engine.curves import html_page
 from jobs.engine.export import tempnet_digest
 from jobs.engine.fields import absolute_path
+from jobs.engine.report import html_page, is_constant
 from jobs.scoring.config import PoolSection
 from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, Encoder, caption_encoder, pairs_record, resolve_pairs
 from jobs.scoring.results import picture

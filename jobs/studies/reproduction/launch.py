@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jobs.engine.cluster import check_machine, start_ray
-from jobs.engine.launch import claim_directory
-from jobs.engine.preflight import check_directory
+from jobs.engine.launch import check_directory, claim_directory
 from jobs.engine.task import Plan
 from jobs.engine.tracking import mark_if_ended
 from jobs.scoring.config import LanguageModelPool

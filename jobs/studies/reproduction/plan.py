@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from jobs.engine.config import TrainingConfig
-from jobs.engine.description import markdown_table
-from jobs.engine.identity import check_fields, configuration_hash, flat_fields, flatten, with_fields
+from jobs.engine.fields import check_fields, configuration_hash, flat_fields, flatten, with_fields
 from jobs.engine.masking import masked
+from jobs.engine.report import markdown_table
 from jobs.engine.tracking import resolve_uri
 from jobs.studies.reproduction.config import ReproduceConfig
 from jobs.studies.reproduction.cost import PRESETS, cost_of

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 import matplotlib
 
-from jobs.engine.description import markdown_table
+from jobs.engine.report import markdown_table
 from jobs.studies.estimates import Estimate, estimate
 from jobs.studies.reproduction.experiment import Arm, Measure, Scores, Statement, Study, above
 from jobs.studies.reproduction.plan import Reproduction

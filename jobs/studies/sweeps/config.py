@@ -10,8 +10,15 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from jobs.engine.config import RunSection, TrainingConfig
-from jobs.engine.fields import FREE_TO_CHANGE, added_later, check_not_negative, find_duplicate, named_values
-from jobs.engine.identity import may_differ, with_fields
+from jobs.engine.fields import (
+    FREE_TO_CHANGE,
+    added_later,
+    check_not_negative,
+    find_duplicate,
+    may_differ,
+    named_values,
+    with_fields,
+)
 from jobs.studies.sweeps.band_search import (
     PRIOR_FALL,
     PRIOR_SLOPE,

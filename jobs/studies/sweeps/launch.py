@@ -23,12 +23,11 @@ from jobs.engine.cluster import check_machine, start_ray
 from jobs.engine.config import TrainingConfig
 from jobs.engine.console import clock
 from jobs.engine.export import configure, find_checkpoint, make_late_export
-from jobs.engine.identity import configuration_hash
-from jobs.engine.launch import claim_directory, tracking_uri
+from jobs.engine.fields import configuration_hash
+from jobs.engine.launch import check_directory, check_room, claim_directory, tracking_uri
 from jobs.engine.lease import Lease
 from jobs.engine.masking import masked
 from jobs.engine.metrics import TrackedRun, send_metrics, survive_outage
-from jobs.engine.preflight import check_directory, check_room
 from jobs.engine.resumption import best_checkpoint, whole_checkpoints
 from jobs.engine.task import Plan
 from jobs.engine.tracking import find_child, finish_run, mark_if_ended
@@ -118,7 +117,7 @@ def make_sweep(config: SweepConfig[Any]) -> Sweep:
 
 
 def check_sweep(sweep: Sweep) -> None:
-    """Check that a sweep can be started; raises as `jobs.engine.preflight` does."""
+    """Check that a sweep can be started; raises as `jobs.engine.launch` does."""
     check_directory(sweep.config)
     check_machine()
     check_room(sweep.config.base, sweep.plans[0].data_cpus + DRIVER_CPUS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jobs.engine.identity import with_fields
+from jobs.engine.fields import with_fields
 from jobs.studies.sweeps.config import ClipSweep, LanguageModelSweep, SweepSection
 from jobs.tasks.presets import clip, language_models, named
 

@@ -13,8 +13,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from jobs.engine.curves import html_page
-from jobs.engine.description import markdown_table
+from jobs.engine.report import html_page, markdown_table
 from jobs.studies.sweeps.band_search import LOSS, TITLE, is_wide, loss_of
 
 matplotlib.use("Agg")

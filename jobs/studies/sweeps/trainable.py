@@ -25,9 +25,8 @@ from ray.tune.integration.ray_train import TuneReportCallback
 
 from jobs.engine.cluster import start_ray
 from jobs.engine.config import TrainingConfig
-from jobs.engine.launch import train
+from jobs.engine.launch import find_outcome, train
 from jobs.engine.lease import RunIsTakenError
-from jobs.engine.preflight import find_outcome
 from jobs.engine.ray_private import reporting_checkpoints
 from jobs.engine.tracking import origin_tags
 from jobs.scoring.mlflow_models import record_models

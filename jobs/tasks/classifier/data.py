@@ -7,7 +7,7 @@ from sklearn.model_selection import StratifiedKFold
 from sklearn.utils import resample
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from jobs.engine import encoders
+from jobs.tasks import base
 from jobs.tasks.base import autocast_dtype, naming_field
 from jobs.tasks.classifier.config import ClassifierConfig, LabelledSection, soft_triple_config
 from pipelines.problems import TooManyProblemsError
@@ -87,7 +87,7 @@ def build_model(
 ) -> TripleEntropyClassifier:
     """Build the module to train on the CPU: a pretrained or random text model with a new head, the same on every rank."""
     width = config.data.num_tokens
-    model = encoders.build_encoder(
+    model = base.build_encoder(
         config.model,
         AutoModelForSequenceClassification,
         what="text model",

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jobs.engine.description import describe_plan
 from jobs.engine.launch import tracking_uri
 from jobs.engine.task import Plan, PreparedTask
 from jobs.tasks.base import count_parameters, create_task
@@ -50,8 +49,7 @@ class ClassifierPlan(Plan[ClassifierConfig]):
         """Return the plan as text for the terminal."""
         config, names = self.config, self.data.class_names
         num_epochs = config.run.num_steps * config.optimizer.batch_size / self.num_train
-        return describe_plan(
-            config,
+        return self.describe_lines(
             about={
                 "loss": config.setting.name,
                 "data": f"{self.data.name}: {self.num_train} sentences to train on ({num_epochs:.1f} epochs), "
@@ -59,10 +57,8 @@ class ClassifierPlan(Plan[ClassifierConfig]):
                 f"{self.share_cut:.2%} of the sentences were cut to {config.data.num_tokens} tokens",
             },
             num_units=config.optimizer.batch_size,
-            unit="sentences",
             parameters=f"model {self.num_parameters:,}, centres {self.num_center_parameters:,}",
             num_trained=self.num_parameters + self.num_center_parameters,
-            tracking_uri=self.tracking_uri,
         )
 
     def prepare(self) -> PreparedTask:

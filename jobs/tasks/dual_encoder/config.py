@@ -7,8 +7,7 @@ from typing import Literal
 
 from jobs.engine.config import ValidationSection
 from jobs.engine.fields import PATH, added_later, check_not_negative, check_positive, check_share
-from jobs.engine.temperature import ContrastiveSection, ContrastiveTrainingConfig
-from jobs.tasks.config import ReadSection
+from jobs.tasks.config import ContrastiveSection, ContrastiveTrainingConfig, ReadSection
 from pipelines.images.views import AugmentationConfig
 from pipelines.local_copy import is_directory
 from pipelines.storage import join

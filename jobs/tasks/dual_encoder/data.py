@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from jobs.engine.encoders import check_vocabulary
-from jobs.tasks.base import autocast_dtype, cache_bytes, check_continues, check_resources, load_stored
+from jobs.tasks.base import autocast_dtype, cache_bytes, check_continues, check_resources, check_vocabulary, load_stored
 from jobs.tasks.dual_encoder.config import ClipConfig
 from pipelines.features import PairEmbeddings, features_directory
 from pipelines.images.manifest import ImageManifest

@@ -12,10 +12,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from jobs.engine.description import describe_plan
 from jobs.engine.launch import tracking_uri
 from jobs.engine.task import Plan, PreparedTask, data_set
-from jobs.engine.temperature import check_sizes
 from jobs.tasks.base import (
     DataReference,
     count_parameters,
@@ -23,6 +21,7 @@ from jobs.tasks.base import (
     naming_field,
     resolve_paths,
 )
+from jobs.tasks.config import check_sizes
 from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.dual_encoder.data import (
     build_encoder,
@@ -84,8 +83,7 @@ class ClipPlan(Plan[ClipConfig]):
         towers += " (frozen)" if config.model.freeze else ""
         if config.model.features:
             towers = "towers none (frozen, their embeddings are read)"
-        return describe_plan(
-            config,
+        return self.describe_lines(
             about={
                 "loss": f"{loss.name}: temperature {loss.kind.temperature}, normaliser {loss.kind.normaliser}, "
                 f"τ in [{loss.tau_min:g}, {loss.tau_max:g}]"
@@ -94,12 +92,10 @@ class ClipPlan(Plan[ClipConfig]):
                 "batch": f"{size} pairs: {workers} workers × {size // workers}, each image against {size - 1} captions",
             },
             num_units=size,
-            unit="pairs",
             readers="" if config.model.features else f"; {config.data.num_readers} readers each",
             parameters=f"{towers}, networks of the loss {self.num_tempnet_parameters:,}",
             num_trained=num_base_parameters + self.num_tempnet_parameters - num_frozen,
             num_frozen=num_frozen,
-            tracking_uri=self.tracking_uri,
             notes=_notes(config),
         )
 

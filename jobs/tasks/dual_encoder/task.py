@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerFast
 
 from jobs.engine.export import open_export
 from jobs.engine.hardware import worker_device
-from jobs.engine.rho import ContrastiveSteering
 from jobs.engine.task import ParameterGroup, StepResult, Task
 from jobs.tasks.base import (
     GIB,
+    ContrastiveSteering,
     DataReference,
     base_and_tempnet_groups,
     num_stored_readers,

@@ -20,8 +20,7 @@ from jobs.engine.fields import (
     stands_for,
     values_of,
 )
-from jobs.engine.temperature import TempNetSection
-from jobs.tasks.config import TextSection
+from jobs.tasks.config import TempNetSection, TextSection
 from tempnet.network_config import TempNetConfig, TempNetOptions
 from tempnet.rho import rho_from_target_entropy
 from tempnet.softmax.config import LOSS_KINDS, LossKind, TemperatureLossConfig

@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from jobs.engine.description import training_memory
+from jobs.engine.hardware import training_memory
 from jobs.engine.task import whole_shape
 from jobs.tasks.base import autocast_dtype, naming_field
 from jobs.tasks.language_model.config import DistillationSection, LanguageModelConfig

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from jobs.engine.description import check_fits, describe_plan
+from jobs.engine.hardware import check_fits
 from jobs.engine.launch import tracking_uri
 from jobs.engine.metrics import TrackedRun
 from jobs.engine.task import Plan, PreparedTask, data_set
@@ -54,6 +54,8 @@ logger = logging.getLogger(__name__)
 class LanguageModelPlan(Plan[LanguageModelConfig]):
     """The plan of training a language model and its TempNet."""
 
+    unit = "tokens"
+
     tokenizer: PreTrainedTokenizerFast
     """Tokenizer of the run, whose size is that of the effective vocabulary."""
     rho: float | None
@@ -91,8 +93,7 @@ class LanguageModelPlan(Plan[LanguageModelConfig]):
             if self.memory_of_sizes
             else f"{config.num_accumulation_steps} micro-batches × {config.micro_batch_size} blocks"
         )
-        return describe_plan(
-            config,
+        return self.describe_lines(
             about={
                 "loss": f"{config.temperature.loss}, {self._describe_temperatures()}",
                 "documents": f"read after {start!r}; the end, {self.tokenizer.eos_token!r}, is {end}",
@@ -100,12 +101,10 @@ class LanguageModelPlan(Plan[LanguageModelConfig]):
                 f"{config.workers.max_workers} workers × {parts}",
             },
             num_units=tokens,
-            unit="tokens",
             parameters=f"base {self.num_base_parameters:,}{frozen if is_frozen else ''}, "
             f"TempNet {self.num_tempnet_parameters:,}",
             num_trained=self.num_base_parameters + self.num_tempnet_parameters - num_frozen,
             num_frozen=num_frozen,
-            tracking_uri=self.tracking_uri,
             memory=self.memory,
         )
 

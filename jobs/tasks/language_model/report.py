@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from jobs.engine.curves import draw_curves, draw_histogram, html_page, pyplot
-from jobs.engine.description import results
 from jobs.engine.metrics import TrackedRun
+from jobs.engine.report import draw_curves, draw_histogram, html_page, pyplot, results
 from pipelines.text.tokenization import added_text, token_pieces
 from tempnet.softmax.config import LOSS_KINDS
 

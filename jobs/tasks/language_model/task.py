@@ -23,8 +23,7 @@ from transformers import AutoConfig
 from jobs.engine.deepspeed_engine import deepspeed_config, load_partitioned, whole_parameters
 from jobs.engine.export import open_export
 from jobs.engine.hardware import free_memory, worker_device
-from jobs.engine.rho import RhoSteering
-from jobs.engine.task import ParameterGroup, StepResult, Task
+from jobs.engine.task import ParameterGroup, RhoSteering, StepResult, Task
 from jobs.tasks.base import (
     GIB,
     DataReference,
@@ -112,7 +111,8 @@ class LanguageModelTask(Task[LanguageModelConfig]):
         self.module = module
         self.module.fold_cache = FoldCache(self.config.num_accumulation_steps)
         self.steering = RhoSteering(
-            self.config.temperature,
+            target=self.config.temperature.target_tau,
+            gain=self.config.temperature.rho_gain,
             rho=self.module.loss_config.rho,
             limit=math.log(self.module.vocab_size),
             tau_range=self.config.temperature.tau_range,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from jobs.engine.config import RunSection, TrackingSection
-from jobs.engine.identity import with_fields
+from jobs.engine.fields import with_fields
 
 Config = TypeVar("Config")
 

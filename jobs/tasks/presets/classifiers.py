@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jobs.engine.config import OptimizerSection, RunSection, TrackingSection, ValidationSection, WorkersSection
-from jobs.engine.identity import with_fields
+from jobs.engine.fields import with_fields
 from jobs.tasks.classifier.config import ClassifierModelSection, CrossValidationConfig, LabelledSection
 from jobs.tasks.presets import named, twins_of, variant
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jobs.engine.config import OptimizerSection, RunSection, TrackingSection, WorkersSection
-from jobs.engine.identity import with_fields
+from jobs.engine.fields import with_fields
 from jobs.tasks.dual_encoder.config import (
     ClipConfig,
     DualEncoderSection,

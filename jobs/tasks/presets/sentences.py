@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jobs.engine.config import OptimizerSection, RunSection, TrackingSection, WorkersSection
-from jobs.engine.identity import with_fields
+from jobs.engine.fields import with_fields
 from jobs.tasks.presets import TWO_WORKERS, named, twins_of, variant
 from jobs.tasks.sentence_encoder.config import (
     DocumentSection,

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from jobs.engine.config import EncoderSection, RunSection, ValidationSection
 from jobs.engine.fields import PATH, added_later, check_not_negative, check_positive, check_share
-from jobs.engine.temperature import ContrastiveSection, ContrastiveTrainingConfig
-from jobs.tasks.config import TextSection
+from jobs.tasks.config import ContrastiveSection, ContrastiveTrainingConfig, TextSection
 from pipelines.sentences.spans import SpanConfig
 from tempnet.contrastive.config import LOSS_KINDS
 

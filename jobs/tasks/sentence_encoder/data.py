@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from jobs.engine import encoders
-from jobs.engine.temperature import check_sizes
+from jobs.tasks import base
 from jobs.tasks.base import autocast_dtype, naming_field
+from jobs.tasks.config import check_sizes
 from jobs.tasks.sentence_encoder.config import SentenceConfig
 from jobs.tasks.text import cache_for, describe_data, prepare_split, prepare_training_text
 from pipelines.sentences.spans import SpanSource
@@ -107,7 +107,7 @@ def build_encoder(config: SentenceConfig, tokenizer: PreTrainedTokenizerFast) ->
     with naming_field("data."):
         special = SpecialTokens.of(tokenizer)
     width = config.data.max_length + special.num_added
-    model = encoders.build_encoder(
+    model = base.build_encoder(
         config.model,
         AutoModelForMaskedLM,
         what="encoder with an MLM head",

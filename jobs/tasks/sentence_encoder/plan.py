@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from jobs.engine.description import describe_plan
 from jobs.engine.launch import tracking_uri
 from jobs.engine.task import Plan, PreparedTask, data_set
 from jobs.tasks.base import DataReference, count_parameters, create_task, naming_field, resolve_paths
@@ -64,8 +63,7 @@ class SentencePlan(Plan[SentenceConfig]):
         """Return the plan as text for the terminal."""
         config, data = self.config, self.config.data
         size, workers = config.optimizer.batch_size, config.workers.max_workers
-        return describe_plan(
-            config,
+        return self.describe_lines(
             about={
                 "loss": self._loss,
                 "spans": f"{data.num_anchors} anchors of {data.min_length} to {data.max_length} tokens a document, "
@@ -75,10 +73,8 @@ class SentencePlan(Plan[SentenceConfig]):
                 f"{2 * config.num_pairs_per_batch - 2} others",
             },
             num_units=size,
-            unit="documents",
             parameters=f"encoder with its head {self.num_parameters:,}, TempNet {self.num_tempnet_parameters:,}",
             num_trained=self.num_parameters + self.num_tempnet_parameters,
-            tracking_uri=self.tracking_uri,
         )
 
     def prepare(self) -> PreparedTask:

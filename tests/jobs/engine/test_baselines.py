@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
-from jobs.engine import baselines
+from jobs.engine import report
 from jobs.tasks.dual_encoder.validation import rivals as pair_rivals
 from jobs.tasks.language_model.validation import LearnedSums
 from jobs.tasks.language_model.validation import rivals as token_rivals
@@ -32,7 +32,7 @@ def judged(figures: dict[str, float], tau: Tensor, loss: str = "robust") -> dict
         for name, part in zip(("image", "text"), tau, strict=True):
             scores |= {f"{name}_tau_mean": part.mean().item(), f"{name}_tau_std": part.std().item()}
     outcome: dict[str, Any] = {"validation": scores, "rivals": figures, "judged_by": loss}
-    return outcome | {"temperature_verdict": baselines.verdict(outcome)}
+    return outcome | {"temperature_verdict": report.verdict(outcome)}
 
 
 def of_tokens(predict: Any, name: str = "dro") -> dict[str, Any]:
@@ -66,13 +66,13 @@ def test_temperatures_with_the_right_mean_and_the_wrong_spread_are_not_approved(
 
 @pytest.mark.usefixtures("process_group")
 def test_the_report_says_it_in_one_line_and_shows_the_losses() -> None:
-    lines = dict(baselines.rows(of_tokens(mirrored)))
+    lines = dict(report.verdict_rows(of_tokens(mirrored)))
     assert lines["learned τ"] == f"{NEITHER} (robust loss on validation data)"
     assert any(name.startswith("  at MeanShift, ") for name in lines)
     assert "WARNING" not in lines
-    lines = dict(baselines.rows(of_tokens(lambda best: torch.full_like(best, 0.9))))
+    lines = dict(report.verdict_rows(of_tokens(lambda best: torch.full_like(best, 0.9))))
     assert "the TempNet is constant" in lines["WARNING"]
-    assert baselines.rows({"validation": {}}) == []  # This outcome is of a run without a TempNet.
+    assert report.verdict_rows({"validation": {}}) == []  # This outcome is of a run without a TempNet.
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_warning_names_the_bound_that_holds_temperatures_back(best: float, at_
         "rivals": figures | {"cross_entropy/best_constant_tau": best, "cross_entropy/loss": 1.0}, "validation": scores,
         "judged_by": "cross_entropy", "temperature_verdict": "constant", "tau_min": 0.001, "tau_max": 2.0,
     }  # fmt: skip
-    *bounds, constant = [text for name, text in baselines.rows(outcome) if name == "WARNING"]
+    *bounds, constant = [text for name, text in report.verdict_rows(outcome) if name == "WARNING"]
     assert [text.startswith(said) for text in bounds] == ([True] if said else [])
     assert ("learning-rate" in constant) == (not said)
     assert "ρ" not in constant
@@ -100,9 +100,9 @@ def test_a_warning_names_the_bound_that_holds_temperatures_back(best: float, at_
 
 def test_a_gain_within_its_interval_is_none() -> None:
     figures = {"robust/best_constant_gain": 0.1, "robust/best_constant_gain_half_width": 0.2}
-    assert not baselines.beats(figures, "robust", "best_constant")
-    assert baselines.beats(figures | {"robust/best_constant_gain_half_width": 0.05}, "robust", "best_constant")
-    assert not baselines.beats(figures | {"robust/best_constant_gain_half_width": math.nan}, "robust", "best_constant")
+    assert not report.beats(figures, "robust", "best_constant")
+    assert report.beats(figures | {"robust/best_constant_gain_half_width": 0.05}, "robust", "best_constant")
+    assert not report.beats(figures | {"robust/best_constant_gain_half_width": math.nan}, "robust", "best_constant")
 
 
 def unit_vectors(count: int, seed: int) -> Tensor:
@@ -137,7 +137,7 @@ def test_contrastive_temperatures_are_judged_by_their_held_out_loss(kind: str) -
             for tau in (best, mirrored(best))
         ]
     kinds = ("image", "text") if kind == "pairs" else ("",)
-    assert [baselines.verdicts(outcome) for outcome in found] == [
+    assert [report.verdicts(outcome) for outcome in found] == [
         dict.fromkeys(kinds, BOTH),
         dict.fromkeys(kinds, NEITHER),
     ]
@@ -161,13 +161,13 @@ def test_images_and_captions_are_judged_apart() -> None:
     constant = torch.full_like(best, best.mean().item())
     outcome = of_pairs(first, second, torch.stack([constant, best]), config)
     said = "the image TempNet is constant; the caption TempNet beats both constants"
-    assert baselines.tags(outcome) == {"temperature.verdict": said}
-    figures = baselines.metrics(outcome)
+    assert report.verdict_tags(outcome) == {"temperature.verdict": said}
+    figures = report.verdict_metrics(outcome)
     assert [figures[f"{kind}beats_both_constants"] for kind in ("image/", "text/", "")] == [0.0, 1.0, 0.0]
-    lines = dict(baselines.rows(outcome))
+    lines = dict(report.verdict_rows(outcome))
     assert lines["verdict"] == said
     assert lines["WARNING"].startswith("the image TempNet is constant: τ spreads by 0.00% of its mean")
     different = of_pairs(first, second, torch.stack([constant, 0.3 * constant]), config)
-    assert set(baselines.verdicts(different).values()) == {"is constant"}
+    assert set(report.verdicts(different).values()) == {"is constant"}
     stored = different | {"judged_on": "training"}
-    assert baselines.verdict(stored) == "the stored τ of images is constant; the stored τ of captions is constant"
+    assert report.verdict(stored) == "the stored τ of images is constant; the stored τ of captions is constant"

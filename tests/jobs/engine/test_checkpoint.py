@@ -31,9 +31,10 @@ from jobs.engine.checkpoint import (
     upload_part,
 )
 from jobs.engine.config import RunSection, TrainingConfig
-from jobs.engine.failures import DiskFullError, FatalTrainingError
 from jobs.engine.resumption import (
     RECORD_FILE,
+    DiskFullError,
+    FatalTrainingError,
     Resumption,
     best_checkpoint,
     find_changed_file,

@@ -13,8 +13,15 @@ import torch
 
 from jobs.engine.config import TrainingConfig
 from jobs.engine.export import configuration_from, model_digest, read_task, tempnet_digest
-from jobs.engine.fields import absolute_path, resolve_fields
-from jobs.engine.identity import configuration_hash, differences, fixed_values, flatten, with_fields
+from jobs.engine.fields import (
+    absolute_path,
+    configuration_hash,
+    differences,
+    fixed_values,
+    flatten,
+    resolve_fields,
+    with_fields,
+)
 from jobs.tasks.presets.language_models import PRESETS
 from tempnet import TempNet, TempNetConfig
 from tempnet.fingerprints import files_digest

@@ -18,9 +18,8 @@ from jobs.engine import cluster, export, launch, lease, ray_private
 from jobs.engine.command_line import run_job
 from jobs.engine.config import OptimizerSection, RunSection, TrainingConfig, WorkersSection
 from jobs.engine.export import configure, find_checkpoint
-from jobs.engine.identity import configuration_hash, with_fields
-from jobs.engine.launch import claim_directory
-from jobs.engine.preflight import check_room
+from jobs.engine.fields import configuration_hash, with_fields
+from jobs.engine.launch import check_room, claim_directory
 from jobs.engine.resumption import check_start, checkpoint_name, start_checkpoint, write_file_list, write_record
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.plan import make_plan

@@ -11,9 +11,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from jobs.engine.config import WorkersSection
-from jobs.engine.description import GIB, check_fits, describe_memory, training_memory
-from jobs.engine.hardware import num_threads_per_worker
-from jobs.engine.identity import with_fields
+from jobs.engine.fields import with_fields
+from jobs.engine.hardware import GIB, check_fits, describe_memory, num_threads_per_worker, training_memory
 from jobs.tasks.base import count_parameters
 from jobs.tasks.language_model.models import estimate_memory, flops_per_token, saved_bytes
 from jobs.tasks.language_model.task import with_fitting_micro_batch

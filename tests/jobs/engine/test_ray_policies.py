@@ -24,13 +24,12 @@ from ray.train.v2._internal.execution.scaling_policy import NoopDecision, Resize
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 from safetensors.torch import save_file
 
-from jobs.engine import elasticity, failures, ray_failures
+from jobs.engine import ray_failures, ray_train, resumption
 from jobs.engine.checkpoint import SafeCheckpointEngine
 from jobs.engine.config import OptimizerSection, RunSection, TrainingConfig, WorkersSection
-from jobs.engine.elasticity import ElasticPolicy
-from jobs.engine.failures import DiskFullError, naming_full_disk, naming_refused_write
 from jobs.engine.ray_failures import RestartPolicy, describe_failure, explain_end
-from jobs.engine.resumption import Resumption, write_record
+from jobs.engine.ray_train import ElasticPolicy
+from jobs.engine.resumption import DiskFullError, Resumption, naming_full_disk, naming_refused_write, write_record
 from pipelines.storage import read_json, write_json
 from pipelines.store_errors import RefusedWriteError
 
@@ -183,7 +182,7 @@ def test_a_store_that_refuses_to_be_written_is_no_reason_to_start_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = Resumption(checkpoints=["checkpoint-00000010"], notes=[])
-    monkeypatch.setattr(failures, "find_resumption", lambda *_: whole)
+    monkeypatch.setattr(resumption, "find_resumption", lambda *_: whole)
     aws = "When initiating multiple part upload for key 'a' in bucket 'b': AWS Error ACCESS_DENIED during PutObject"
     store = pyarrow.fs.S3FileSystem()
     with pytest.raises(RefusedWriteError) as caught, naming_refused_write(store, "b/runs/x/checkpoint"):
@@ -245,10 +244,10 @@ class Cluster:
         self.free: Nodes = []
         self.now, self.step, self.num_saves = 0.0, 5, 0
         self.said: list[str] = []
-        monkeypatch.setattr(elasticity, "free_resources", lambda: dict(enumerate(self.free)))
-        monkeypatch.setattr(elasticity, "answering_nodes", self.list_nodes)
-        monkeypatch.setattr(elasticity.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(elasticity, "registered_step", lambda directory: self.step)
+        monkeypatch.setattr(ray_train, "free_resources", lambda: dict(enumerate(self.free)))
+        monkeypatch.setattr(ray_train, "answering_nodes", self.list_nodes)
+        monkeypatch.setattr(ray_train.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(ray_train, "registered_step", lambda directory: self.step)
         monkeypatch.setattr(ElasticPolicy, "_maybe_send_resource_request", lambda policy: None)
 
     def list_nodes(self) -> list[dict[str, Any]]:

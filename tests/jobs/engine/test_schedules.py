@@ -14,8 +14,8 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from jobs.engine.deepspeed_engine import decay_with_warmup, keeping_settings
-from jobs.engine.rho import RhoSteering
-from jobs.engine.temperature import ContrastiveSection
+from jobs.engine.task import RhoSteering
+from jobs.tasks.config import ContrastiveSection
 from jobs.tasks.language_model.config import TemperatureSection
 
 
@@ -71,8 +71,7 @@ def test_a_checkpoint_of_another_run_leaves_the_settings_as_they_are(step: int) 
 
 def test_no_rho_follows_a_tempnet_that_rests() -> None:
     """The controller's integral would grow while the learning rate is 0, so that ρ would leap at the end of the rest."""
-    section = TemperatureSection(rho=1.0, target_tau=0.5)
-    steering = RhoSteering(section, rho=1.0, limit=7.0, tau_range=(0.001, 2.0), apply=print)
+    steering = RhoSteering(target=0.5, gain=5.0, rho=1.0, limit=7.0, tau_range=(0.001, 2.0), apply=print)
     optimizer = AdamW([{"name": "tempnet", "params": [nn.Parameter(torch.ones(()))]}], lr=0.1)
     schedule = LambdaLR(optimizer, decay_with_warmup(8, warmup_share=0.0, rest_share=0.5))
     found = []

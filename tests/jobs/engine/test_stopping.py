@@ -10,7 +10,7 @@ import pytest
 
 from jobs.engine import console
 from jobs.engine.console import SignsOfLife, StallWatch, describe_signs
-from jobs.engine.stopping import stopping_softly
+from jobs.engine.launch import stopping_softly
 
 
 @pytest.mark.parametrize(

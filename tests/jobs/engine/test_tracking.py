@@ -23,13 +23,11 @@ from support import wait_for
 
 from jobs.engine.command_line import fail, reach_loopback_directly, run_job
 from jobs.engine.config import RunSection, TrackingSection
-from jobs.engine.description import describe_plan
 from jobs.engine.export import write_task
-from jobs.engine.identity import flatten, with_fields
-from jobs.engine.launch import claim_directory
+from jobs.engine.fields import flatten, with_fields
+from jobs.engine.launch import claim_directory, keep_end, record_end
 from jobs.engine.masking import masked
 from jobs.engine.metrics import MetricLogger, TrackedRun, metric_history, survive_outage
-from jobs.engine.recording import keep_end, record_end
 from jobs.engine.tracking import (
     check_experiment,
     default_uri,
@@ -52,6 +50,7 @@ from jobs.studies import trials
 from jobs.studies.trials import describe_error
 from jobs.studies.trials import publish as publish_trials
 from jobs.tasks.presets.language_models import PRESETS
+from jobs.tasks.sentence_encoder.plan import SentencePlan
 
 SECRET = "hunter2"
 
@@ -486,9 +485,8 @@ def test_what_is_recorded(mlflow_uri: str, tmp_path: Path) -> None:
     )
     publish_evaluation(evaluation, uri="", columns=[], render=str, identity=[], failed={})
     written += (tmp_path / "a" / "results.json").read_text()
-    written += describe_plan(
-        config, about={}, num_units=1, unit="x", parameters="", num_trained=0, tracking_uri=secret.uri
-    )  # fmt: skip
+    plan = SentencePlan(config=config, tracking_uri=secret.uri, num_parameters=0, num_tempnet_parameters=0)
+    written += plan.describe_lines(about={}, num_units=1, parameters="", num_trained=0)
     assert written.count("http://***@h") == 4
     for password in (SECRET, f"{SECRET}-renewed"):  # which does not make it another run
         data = dataclasses.replace(config.data, train=f"s3://me:{password}@bucket/x")

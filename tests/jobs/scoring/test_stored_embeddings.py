@@ -22,7 +22,7 @@ from frozen_towers_support import (
 )
 from safetensors.torch import load_file
 
-from jobs.engine.identity import fixed_values
+from jobs.engine.fields import fixed_values
 from jobs.scoring.features import check_room, units_of
 from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.dual_encoder.data import find_embeddings, refer_to_towers

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from jobs.engine.config import TrackingSection
-from jobs.engine.identity import flatten, with_fields
+from jobs.engine.fields import flatten, with_fields
 from jobs.reproduce import main
 from jobs.scoring.config import LanguageModelPool
 from jobs.studies.estimates import estimate

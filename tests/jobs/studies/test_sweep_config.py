@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jobs.engine.identity import configuration_hash, fixed_values, with_fields
+from jobs.engine.fields import configuration_hash, fixed_values, with_fields
 from jobs.studies.sweeps.presets import PRESETS
 from jobs.studies.sweeps.report import Row, as_markdown, as_page, choose, make_row
 

@@ -15,8 +15,7 @@ from ray.tune.search import Searcher
 
 from jobs.engine.checkpoint import FRESH_STATE
 from jobs.engine.command_line import parse_preset
-from jobs.engine.launch import claim_directory
-from jobs.engine.preflight import find_outcome
+from jobs.engine.launch import claim_directory, find_outcome
 from jobs.engine.resumption import checkpoint_name, write_file_list
 from jobs.engine.worker import Validation
 from jobs.studies.sweeps.band_search import PointResult, search_band

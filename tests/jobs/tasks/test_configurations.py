@@ -18,12 +18,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 
 from jobs import train_lm
 from jobs.engine.command_line import parse_preset
-from jobs.engine.fields import resolve_fields
-from jobs.engine.identity import recorded_values, with_fields
-from jobs.engine.temperature import check_sizes
+from jobs.engine.fields import recorded_values, resolve_fields, with_fields
 from jobs.studies.cross_validation import make_cross_validation
 from jobs.studies.sweeps import presets as sweep_presets
 from jobs.tasks.classifier.data import read_data
+from jobs.tasks.config import check_sizes
 from jobs.tasks.dual_encoder.data import build_encoder, preparation
 from jobs.tasks.dual_encoder.plan import make_plan as make_pair_plan
 from jobs.tasks.language_model.models import build_tempnet

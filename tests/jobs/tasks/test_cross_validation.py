@@ -12,7 +12,7 @@ import pytest
 import torch
 from scipy.stats import ttest_1samp
 
-from jobs.engine.identity import configuration_hash, fixed_values, with_fields
+from jobs.engine.fields import configuration_hash, fixed_values, with_fields
 from jobs.studies.cross_validation import as_markdown, make_rows
 from jobs.studies.estimates import estimate
 from jobs.tasks.classifier.config import CrossValidationConfig

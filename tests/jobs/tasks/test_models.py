@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from jobs.engine.checkpoint import SafeCheckpointEngine, frozen_names
 from jobs.engine.config import RunSection, WorkersSection
-from jobs.engine.identity import configuration_hash, with_fields
+from jobs.engine.fields import configuration_hash, with_fields
 from jobs.tasks.dual_encoder.task import export_encoder
 from jobs.tasks.language_model.config import DataSection, LanguageModelConfig, ModelSection, TemperatureSection
 from jobs.tasks.language_model.data import refer_to_base

@@ -12,10 +12,17 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForMaskedLM, RobertaTokenizerFast
 
-from jobs.engine.description import training_memory
 from jobs.engine.export import configuration_from, read_task, write_task
-from jobs.engine.fields import resolve_fields, with_absolute_paths
-from jobs.engine.identity import configuration_hash, fixed_values, flat_fields, flatten, with_fields
+from jobs.engine.fields import (
+    configuration_hash,
+    fixed_values,
+    flat_fields,
+    flatten,
+    resolve_fields,
+    with_absolute_paths,
+    with_fields,
+)
+from jobs.engine.hardware import training_memory
 from jobs.engine.tracking import run_tags
 from jobs.studies.reproduction.config import ReproduceConfig
 from jobs.studies.sweeps import presets as sweeps
@@ -45,7 +52,8 @@ FREE_IN_EVERY_RUN = {
     *(f"run.{name}" for name in ("storage", "prepared", "export", "grace_seconds", "max_stall_minutes",
                                  "checkpoint_every", "log_every", "num_checkpoints_kept", "max_restarts",
                                  "max_wait_minutes")),
-    *(f"workers.{name}" for name in ("num_workers", "cpus_per_worker", "placement", "memory_gib", "compile", "local")),
+    *(f"workers.{name}" for name in ("num_workers", "cpus_per_worker", "placement", "memory_gib", "compile", "local",
+                                     "micro_batch")),
     *(f"tracking.{name}" for name in ("uri", "enabled", "optional", "preset", "paper", "system_metrics", "max_model_gib")),
 }  # fmt: skip
 FREE_WITH = {

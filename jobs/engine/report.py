@@ -1,15 +1,21 @@
-"""Judges whether a run's learned temperature is useful: one verdict for the report, the outcome and MLflow.
+"""What a finished run reports: a verdict on its temperatures, its results as text, its curves and histograms, and pages.
 
-On held-out data, by the loss that it was trained with, the TempNet is compared with two rivals: the best constant τ and
-MeanShift (`tempnet.baselines`). The report shows the learned temperatures shuffled over the tokens, too, where they are
-known.
+The verdict says whether a learned temperature is useful, the same in the report, the outcome and MLflow. On held-out data, by
+the loss that it was trained with, the TempNet is compared with two rivals: the best constant τ and MeanShift
+(`tempnet.baselines`). The report shows the learned temperatures shuffled over the tokens, too, where they are known.
 """
 
 from __future__ import annotations
 
+import html
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+from jobs.engine.metrics import TrackedRun, metric_history, survive_outage
 
 # A TempNet is considered constant if the standard deviation of its temperatures is below this share of their mean.
 CONSTANT_SPREAD = 0.01
@@ -77,13 +83,13 @@ def _learner(outcome: Mapping[str, Any], kind: str) -> str:
     return f"the {_KINDS[kind][1]} TempNet" if kind else "the TempNet"
 
 
-def tags(outcome: Mapping[str, Any]) -> dict[str, str]:
+def verdict_tags(outcome: Mapping[str, Any]) -> dict[str, str]:
     """Return the MLflow tag `temperature.verdict`; empty for a run that trains no TempNet."""
     judgement = outcome.get("temperature_verdict")
     return {"temperature.verdict": judgement} if judgement else {}
 
 
-def metrics(outcome: Mapping[str, Any]) -> dict[str, float]:
+def verdict_metrics(outcome: Mapping[str, Any]) -> dict[str, float]:
     """Return MLflow metrics: the figures of `rivals` and, if a TempNet was trained, `beats_both_constants` (1 or 0).
 
     With two kinds of temperatures it is 1 if both do, and each has a figure of its own (`image/beats_both_constants`).
@@ -96,7 +102,7 @@ def metrics(outcome: Mapping[str, Any]) -> dict[str, float]:
     return figures
 
 
-def rows(outcome: Mapping[str, Any]) -> list[tuple[str, str]]:
+def verdict_rows(outcome: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the lines of a report: the verdicts, the losses at the learned τ and with both rivals, and any warning.
 
     The line of a rival shows by how much its loss exceeds that at the learned τ, with the half-width of the 95 %
@@ -154,3 +160,114 @@ def _warnings(outcome: Mapping[str, Any], kind: str, *, is_constant: bool) -> It
             advice += ", or choose another ρ"
         spread = f"{_spread(scores, kind):.2%} of its mean; {bound or advice}"
         yield f"{_learner(outcome, kind)} is constant: τ spreads by {spread}"
+
+
+_STYLE = """
+body { font: 16px/1.6 Georgia, serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; color: #111; background: #fff; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; } h3 { font-size: 1rem; } body { overflow-wrap: anywhere; }
+img { max-width: 100%; height: auto; } pre, .wide { overflow-x: auto; } pre { font-size: 13px; line-height: 1.4; }
+.text { white-space: pre-wrap; line-height: 1.8; } .text span { border-radius: 2px; padding: 1px 0; }
+.text span:focus { outline: 2px solid #000; }
+.text span:focus::after { content: attr(title); position: fixed; inset: auto 0 0; padding: .6rem; font: 14px/1.4 monospace;
+  background: #fff; border-top: 1px solid #333; }
+.scale span { font: 12px monospace; display: inline-block; }
+.row { display: flex; flex-wrap: wrap; gap: 12px; } figure { margin: 0; width: 144px; }
+figure img { width: 144px; height: 144px; } figcaption { font-size: 13px; line-height: 1.3; }
+td, th { padding: .2em .8em; text-align: right; overflow-wrap: normal; } .best { background: #dfd; }
+td:first-child, th:first-child, td:last-child, th:last-child { text-align: left; }
+"""
+
+
+def html_page(title: str, body: str) -> str:
+    """Return a self-contained HTML page, which fits a phone; a token in `.text` shows its title when it is tapped."""
+    title = html.escape(title)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
+        f'<meta name="viewport" content="width=device-width">\n<style>{_STYLE}</style></head><body>\n'
+        f"<h1>{title}</h1>\n{body}\n</body></html>\n"
+    )
+
+
+def draw_curves(path: Path, tracked: TrackedRun, curves: Mapping[str, tuple[str, ...]], title: str) -> None:
+    """Plot metrics over the steps in panels, two in a row; only warns, without a plot, if MLflow is unreachable."""
+    histories = None
+    with survive_outage("the training curves"):
+        histories = {key: metric_history(tracked, key) for keys in curves.values() for key in keys}
+    if histories is None:
+        return
+    plt = pyplot()
+    num_rows = math.ceil(len(curves) / 2)
+    figure = plt.figure(figsize=(11, 3.5 * num_rows), layout="constrained")
+    for number, (heading, keys) in enumerate(curves.items(), start=1):
+        axes = figure.add_subplot(num_rows, 2, number)
+        for key in keys:
+            if history := histories[key]:
+                steps = sorted(history)
+                marker = "o" if key.startswith("validation") else None
+                axes.plot(steps, [history[step] for step in steps], label=key, marker=marker, markersize=4)
+        axes.set(title=heading, xlabel="step")
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(fontsize=8)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_histogram(path: Path, outcome: Mapping[str, Any], *, band: tuple[float, float] | None = None) -> None:
+    """Plot the shares of τ over [τ_min, τ_max] for each histogram of the outcome."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
+    for name, counts in outcome["histograms"].items():
+        edges = np.linspace(outcome["tau_min"], outcome["tau_max"], len(counts) + 1)
+        axes.stairs(np.array(counts) / max(1.0, sum(counts)), edges, fill=True, alpha=0.5, label=f"{name}s")
+    if band:
+        axes.axvspan(*band, alpha=0.12, color="green", label=f"band of mean τ, {band[0]:g} to {band[1]:g}")
+    axes.set(xlabel="τ", ylabel="share", title=f"{outcome['run']}: temperatures")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def pyplot() -> Any:
+    """Return pyplot, which is imported only at the end of a run, because that takes a second."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def results(rows: Iterable[tuple[str, str]], outcome: Mapping[str, Any], unit: str) -> str:
+    """Format the results of a finished run: the given rows, the verdict on its TempNet, then speed, steps and epochs."""
+    rows = [*rows, *verdict_rows(outcome)]
+    if speed := outcome[f"{unit}_per_second"]:
+        rows.append(("training speed", f"{speed:,.0f} {unit}/s"))
+        rows.append(("share of the time spent waiting for data", f"{outcome['data_wait_share']:.2%}"))
+    if retries := outcome.get("store_retries"):
+        rows.append(("repeated requests to object stores", f"{retries}"))
+    num_epochs = outcome["num_epochs"]  # None if the run ended before all of its data were prepared
+    rows.append(
+        ("steps, epochs", f"{outcome['num_steps']}, {'below 1' if num_epochs is None else f'{num_epochs:.2f}'}")
+    )
+    if reason := outcome.get("stopped"):
+        rows.append(("STOPPED", reason))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """Returns a Markdown table whose columns are also aligned in the source text.
+
+    The first row is the heading. The first column is aligned to the left, and all others hold figures, aligned to the
+    right.
+    """
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        figures = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+        return f"| {' | '.join([cells[0].ljust(widths[0]), *figures])} |"
+
+    ruler = [":" + "-" * (widths[0] - 1), *("-" * (width - 1) + ":" for width in widths[1:])]
+    return "\n".join(map(line, [rows[0], ruler, *rows[1:]]))
