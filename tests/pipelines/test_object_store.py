@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import fs
@@ -174,21 +173,6 @@ def test_a_file_is_read_ahead_only_beyond_its_first_block_and_before_its_stop(st
     assert (store.counts().num_gets, store.counts().num_bytes) == (2, stop - 50)
 
 
-def test_a_stream_of_any_filesystem_reads_64_mebibytes_at_a_time() -> None:
-    memory = MemoryFileSystem()
-    memory.pipe("/bucket/small", CONTENTS["small"])
-    memory.pipe("/bucket/large", bytes(2**26))
-    reader = RangeReader(fs.PyFileSystem(fs.FSSpecHandler(memory)))
-    assert reader.read([ByteRange("/bucket/small", 9, 50)]) == [CONTENTS["small"][9:59]]
-    with pytest.raises(FileNotFoundError):
-        reader.read([ByteRange("/bucket/9", 0, 1)])
-    # A file that is gone is not noticed before its turn.
-    stream = reader.stream([ByteRange("/bucket/large", 0, 2**26), ByteRange("/bucket/9", 0, 1)])
-    assert len(next(stream)) == 2**26
-    with pytest.raises(FileNotFoundError):
-        next(stream)
-
-
 def test_versions_of_an_object_share_the_beginning_of_their_names_but_no_blocks(
     store: ObjectStore, tmp_path: Path
 ) -> None:
@@ -237,29 +221,6 @@ def test_every_block_is_fetched_once_if_the_cache_holds_a_window(
         wait_for(lambda names=later, room=room: num_held(cache, store, names) >= room)
         assert num_held(cache, store, window) == 4
     assert (store.counts().num_gets, store.counts().num_bytes) == (12, 12 * BLOCK)
-
-
-def test_a_slower_reader_finds_its_window_while_a_faster_one_begins_the_next(
-    store: ObjectStore, tmp_path: Path
-) -> None:
-    slow, fast = (RangeReader(store.filesystem, BlockCache(tmp_path, 2 * WINDOW_BYTES)) for _ in range(2))
-    for reader in (slow, fast):
-        reader.prefetch(WINDOWS[0], WINDOWS[1])
-        read_window(reader, WINDOWS[0])
-    cache = BlockCache(tmp_path, 2 * WINDOW_BYTES)
-    wait_for(lambda: num_held(cache, store, WINDOWS[1]) == 4)
-    # What the slower reader has asked for is there, but a thread of it that comes late would fetch what was removed again.
-    wait_for(lambda: slow._prefetcher._num_threads == 0)
-    fast.prefetch(WINDOWS[1], WINDOWS[2], WINDOWS[0])
-    read_window(fast, WINDOWS[1])
-    read_window(slow, WINDOWS[0], seed=1)
-    assert store.counts().num_gets == 8
-    # A thread that finds no room for a block still holds it, and whoever wants the block meanwhile leaves it to that thread.
-    wait_for(lambda: fast._prefetcher._num_threads == 0)
-    fast.prefetch(WINDOWS[1], WINDOWS[2])
-    wait_for(lambda: num_held(cache, store, WINDOWS[2]) == 4)
-    assert num_held(cache, store, WINDOWS[0]) == 0
-    assert store.counts().num_gets == 12
 
 
 # ---- a store that fails, refuses, or is not there --------------------------------------------------------------------
@@ -388,14 +349,6 @@ def test_a_store_that_cannot_be_reached_is_explained() -> None:
     )
     with pytest.raises(ConnectionError, match=UNREACHABLE):
         raise explain(error, "s3://bucket/data")
-
-
-@pytest.mark.long
-def test_the_failure_of_a_real_client_is_named(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long, because pyarrow's client tries for some seconds before it fails."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    with pytest.raises(ConnectionError, match=UNREACHABLE):
-        list_archives("s3://bucket/data")
 
 
 def test_a_filesystem_that_was_pickled_asks_a_store_again_as_often_as_before(monkeypatch: pytest.MonkeyPatch) -> None:

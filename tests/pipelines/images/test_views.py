@@ -96,25 +96,6 @@ def test_a_transparent_colour_becomes_white() -> None:
     assert decode(encode(Image.new("RGB", (2, 2), (1, 2, 3)), transparency=(1, 2, 3))).min() == 255
 
 
-@pytest.mark.parametrize(
-    ("mode", "form"),
-    [("L", "TIFF"), ("CMYK", "TIFF"), ("L", "JPEG"), ("CMYK", "JPEG"), ("1", "PNG"), ("L", "WEBP"), ("RGB", "BMP")],
-)
-def test_other_modes_are_what_pillow_makes_of_them(mode: str, form: str) -> None:
-    data = encode(smooth(32, 24).convert(mode), form)
-    assert np.array_equal(decode(data), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
-    assert decode(data).shape == (24, 32, 3)
-
-
-@pytest.mark.parametrize("form", ["GIF", "WEBP", "PNG"])
-def test_an_animation_is_its_first_frame(form: str) -> None:
-    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "lime", "blue")]
-    options = {"lossless": True} if form == "WEBP" else {}
-    data = encode(frames[0], form, save_all=True, append_images=frames[1:], **options)
-    assert Image.open(io.BytesIO(data)).n_frames == 3
-    assert decode(data)[4, 4].tolist() == [255, 0, 0]
-
-
 # ---- orientation -----------------------------------------------------------------------------------------------------
 
 # What EXIF's table says of row 0 and column 0, for stored pixels (rows, columns, 3) → upright ones.
@@ -146,14 +127,6 @@ def test_an_image_is_turned_upright_before_it_is_cropped(orientation: int, form:
     for seed in range(2):  # so large that a JPEG is not shrunk while it is decoded
         views = (training_view(file, 64, AugmentationConfig(), np.random.default_rng(seed)) for file in (data, upright))
         assert np.array_equal(*views)
-
-
-@pytest.mark.parametrize("form", ["JPEG", "PNG"])
-def test_broken_or_senseless_orientations_are_passed_over(form: str) -> None:
-    senseless = Image.Exif()
-    senseless[ExifTags.Base.Orientation] = 9
-    for exif in (senseless.tobytes(), b"Exif\0\0" + b"\xff" * 20):
-        assert np.array_equal(decode(encode(smooth(32, 24), form, exif=exif)), decode(encode(smooth(32, 24), form)))
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

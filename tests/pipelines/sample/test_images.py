@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 import webdataset
 from PIL import Image
-from transformers import AutoTokenizer
 
 from pipelines.sample import images
-from pipelines.sample import scenes as words
 from pipelines.sample.images import TEMPLATES, read_captions, write_images
 from pipelines.sample.scenes import (
+    COLOUR_ADJECTIVES,
     COLOUR_JITTER,
     COLOURS,
     CONCEPTS,
@@ -33,14 +32,12 @@ from pipelines.sample.scenes import (
     Scene,
     draw_concepts,
     draw_scene,
-    generate_caption,
     generate_captions,
     measure_gap,
     pluralize,
     render,
     zipf_probabilities,
 )
-from pipelines.text.tokenization import train_wordpiece
 
 # ---- scenes and their captions ---------------------------------------------------------------------------------------
 
@@ -86,93 +83,15 @@ def test_figures_are_drawn_where_and_in_the_colour_that_the_scene_says() -> None
     assert num_checked > 150
 
 
-# A grammar of captions, written from the outside: the words of every kind, and what each of them means.
-MEANINGS: dict[str, dict[str, Any]] = {
-    kind: {text: meaning for meaning, texts in meanings.items() for text in texts}
-    for kind, meanings in {
-        "size": words.SIZE_ADJECTIVES,
-        "pattern": words.PATTERN_ADJECTIVES,
-        "colour": words.COLOUR_ADJECTIVES,
-        "place": words.PLACES,
-        "relation": words.RELATIONS,
-        "texture": words.TEXTURE_ADJECTIVES,
-        "background": words.BACKGROUND_ADJECTIVES,
-    }.items()
-}
-MEANINGS["count"] = {"a": 1, "an": 1, "one": 1, "a single": 1, "two": 2, "a pair of": 2, "three": 3, "a trio of": 3}
-MEANINGS["noun"] = {
-    noun if is_one else pluralize(noun): (shape, is_one)
-    for shape, nouns in SHAPE_NOUNS.items()
-    for noun in nouns
-    for is_one in (True, False)
-}
-ONE = {kind: f"(?P<{kind}>{'|'.join(sorted(texts, key=len, reverse=True))})" for kind, texts in MEANINGS.items()}
-PHRASE = re.compile(
-    rf"\b{ONE['count']} (?:{ONE['size']} )?(?:{ONE['pattern']} )?{ONE['colour']} {ONE['noun']}\b"
-    rf"(?: {ONE['place']})?(?: {ONE['relation']}(?= ))?"
-)
-BACKGROUND = re.compile(rf"(?:on|against|over) a (?:{ONE['texture']} )?{ONE['background']} (?:background|backdrop)")
-REST = re.compile(
-    r"(?:(?:a picture of|an image of|a drawing of|this shows|we see|here we have|there is|there are) )?"
-    r"N(?: (?:(?:with|and|along with) )?N)*"
-)
-
-
-def check_caption(text: str, scene: Scene) -> Counter[str]:
-    """Assert that everything said is true, and return what kinds of things were said."""
-    said: Counter[str] = Counter()
-    if background := BACKGROUND.search(text):
-        assert scene.background_colour == MEANINGS["background"][background["background"]], text
-        if background["texture"]:
-            assert scene.background_texture == MEANINGS["texture"][background["texture"]], text
-        said["background"] += 1
-        text = BACKGROUND.sub("", text).strip(" ,")
-    groups, relations = [], []
-    for match in PHRASE.finditer(text):
-        meant = {kind: MEANINGS[kind][value] for kind, value in match.groupdict().items() if value}
-        said.update(meant.keys())
-        shape, is_one = meant["noun"]
-        (group,) = (group for group in scene.groups if (group.shape, group.colour) == (shape, meant["colour"]))
-        assert len(group.figures) == meant["count"], (text, scene)
-        assert (meant["count"] == 1) == is_one or shape == "fish", f"number of the noun in {text!r}"
-        assert group.size == meant.get("size", group.size), (text, scene)
-        assert group.pattern == meant.get("pattern", group.pattern), (text, scene)
-        for figure in group.figures:
-            place = (int(figure.x * 3), int(figure.y * 3))
-            assert place == meant.get("place", place), (text, scene)
-        groups.append(group)
-        relations.append(meant.get("relation"))
-    for relation, one, other in zip(relations, groups, groups[1:], strict=False):
-        for a, b in itertools.product(one.figures, other.figures):
-            holds = {
-                None: True,
-                "left": a.x < b.x,
-                "right": a.x > b.x,
-                "above": a.y < b.y,
-                "below": a.y > b.y,
-                "beside": measure_gap(a, b) < 0.15,
-            }
-            assert holds[relation], (text, scene)
-    assert scene.groups[0] in groups, f"the main concept is said in {text!r}"
-    assert len(set(map(id, groups))) == len(groups), f"nothing is said twice in {text!r}"
-    assert REST.fullmatch(PHRASE.sub("N", text)), f"{text!r} was not understood: {PHRASE.sub('N', text)!r}"
-    if text.startswith("there "):
-        assert text.startswith("there is" if len(groups[0].figures) == 1 else "there are"), text
-    return said
-
-
-def test_captions_are_true_and_those_of_a_scene_differ() -> None:
+def test_captions_name_the_main_group_and_those_of_a_scene_differ() -> None:
     generator = random.Random(7)
-    said: Counter[str] = Counter()
-    for scene in draw_scenes(600):
-        said += check_caption(generate_caption(scene, generator), scene)
-    wanted = {"count", "size", "pattern", "colour", "noun", "place", "relation", "background"}
-    assert all(said[name] > 60 for name in wanted), said
-    captions = [generate_captions(scene, 5, generator) for scene in draw_scenes(100)]
-    assert all(len(set(found)) == 5 for found in captions)
-    lengths = [len(text.split()) for found in captions for text in found]
-    assert min(lengths) <= 4
-    assert sum(length <= 28 for length in lengths) > 0.95 * len(lengths)
+    for scene in draw_scenes(100):
+        main = scene.groups[0]
+        nouns = [form for noun in SHAPE_NOUNS[main.shape] for form in (noun, pluralize(noun))]
+        phrases = [f"{colour} {noun}" for colour in COLOUR_ADJECTIVES[main.colour] for noun in nouns]
+        captions = generate_captions(scene, 5, generator)
+        assert len(set(captions)) == 5
+        assert all(any(phrase in caption for phrase in phrases) for caption in captions), (scene, captions)
 
 
 def test_concepts_follow_the_zipf_law() -> None:
@@ -278,22 +197,3 @@ def test_zero_shot_classes_are_the_most_frequent_concepts(data: Path) -> None:
         assert names == [f"{concept.name}/{number:04d}.jpg" for concept in CONCEPTS[:6] for number in range(3)]
         assert len({archive.extractfile(name).read() for name in names}) == len(names)  # type: ignore[union-attr]
     assert (data / "zero_shot" / "templates.txt").read_text().splitlines() == list(TEMPLATES)
-
-
-def test_the_tokenizer_knows_every_caption(data: Path, tmp_path: Path) -> None:
-    texts = list(read_captions(data / "train"))
-    train_wordpiece(texts, 1024).save_pretrained(tmp_path / "tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
-    validation = [text for record in records(data / "validation") for text in record["captions"]]
-    others = ["random", "Zeppelin", "4711", *(template.format("red circle") for template in TEMPLATES)]
-    for text in [*texts, *validation, *others]:
-        ids = tokenizer(text)["input_ids"]
-        assert (ids[0], ids[-1]) == (tokenizer.cls_token_id, tokenizer.sep_token_id)
-        assert tokenizer.unk_token_id not in ids, text
-        decoded = tokenizer.decode(ids, skip_special_tokens=True)
-        assert re.sub(r"\W", "", decoded) == re.sub(r"\W", "", text.lower())
-    assert {tokenizer.mask_token, tokenizer.pad_token} == {"[MASK]", "[PAD]"}
-    assert train_wordpiece(texts, 1024).get_vocab() == tokenizer.get_vocab()
-    small = train_wordpiece(texts, 150)
-    assert len(small) == 150
-    assert not any(small.unk_token_id in small(text)["input_ids"] for text in texts)

@@ -73,16 +73,6 @@ def test_a_document_has_its_spans_whoever_reads_it(config: SpanConfig, seed: int
             np.testing.assert_array_equal(getattr(alone, name), getattr(together, name)[part])
 
 
-def test_seed_epoch_and_document_change_the_spans() -> None:
-    def starts(seed: int, epoch: int, first_key: int = 0) -> np.ndarray:
-        keys = first_key + np.arange(200)
-        return sample_spans(np.full(200, 4096), keys, seed=seed, epoch=epoch, config=SpanConfig()).anchor_start
-
-    assert len(np.unique(starts(0, 0), axis=0)) > 195
-    for other in (starts(1, 0), starts(0, 1), starts(0, 0, 200)):
-        assert (other != starts(0, 0)).any(axis=1).mean() > 0.95
-
-
 def test_lengths_follow_their_beta_laws() -> None:
     config = SpanConfig(min_length=1, max_length=1_000_001, num_anchors=2, num_positives=1)
     num_tokens = np.full(20_000, 2 * config.least_num_tokens)

@@ -21,7 +21,6 @@ from text_archive_support import TEXTS, WRITERS, lines, parquet, read_file, tar,
 from pipelines.archives import PLAIN_SUFFIXES, SUFFIXES, Archive, ArchiveFormat, list_archives, list_source
 from pipelines.lines import DamagedError, check_window
 from pipelines.problems import Problem, TruncatedArchive
-from pipelines.storage import resolve
 from pipelines.text import reading as text
 from pipelines.text.blocks import read_rows
 from pipelines.text.manifest import Manifest
@@ -86,14 +85,6 @@ def test_keys_name_archive_member_and_record_however_the_directory_is_spelled(
     places = ["sub/a.tar/m/1.jsonl:0", "sub/a.tar/m/1.jsonl:1", "sub/a.tar/2.jsonl:0"]
     assert [i.key if isinstance(i, Document) else i.where for i in items] == places
     assert [d.key for d in read_file(path)[0]] == ["a.tar/m/1.jsonl:1", "a.tar/2.jsonl:0"]
-
-
-def test_paths_and_uris(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert resolve("data/a.jsonl")[1] == str(tmp_path / "data" / "a.jsonl")
-    for uri in ("", "nonsense://host/a.jsonl"):
-        with pytest.raises(ValueError, match="s3://"):
-            resolve(uri)
 
 
 def test_listing_passes_over_hidden_underscored_and_unknown_files(tmp_path: Path) -> None:
