@@ -119,18 +119,6 @@ def test_texts_reach_the_store_while_the_job_runs(bucket: str, monkeypatch: pyte
     assert len(read_bytes(uri).splitlines()) == 2
 
 
-def test_temperatures_are_shown_on_a_page(remote: str, export: Path, tmp_path: Path) -> None:
-    home = remote.removesuffix("/tiny/export")
-    text = tmp_path / "text.txt"
-    text.write_text("the cat sat on the mat")
-    write_bytes(f"{home}/text.txt", text.read_bytes())
-    run("predict_temperatures", "--model", export, "--text", text, "--html", tmp_path / "page.html")
-    run("predict_temperatures", "--model", remote, "--text", f"{home}/text.txt", "--html", f"{home}/page.html")
-    page = (tmp_path / "page.html").read_text().replace(str(text), f"{home}/text.txt")
-    assert 'title="τ ' in page
-    assert read_bytes(f"{home}/page.html").decode() == page
-
-
 @pytest.mark.parametrize("is_remote", [False, True], ids=["local", "in a store"])
 def test_only_the_networks_configuration_is_written_by_a_calibration(
     is_remote: bool, remote: str, export: Path, tmp_path: Path

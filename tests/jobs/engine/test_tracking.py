@@ -37,7 +37,6 @@ from jobs.engine.tracking import (
     mark_if_ended,
     open_client,
     open_run,
-    ray_job_id,
     reconnection_uri,
     resolve_uri,
     sqlite_file,
@@ -89,13 +88,6 @@ def test_a_continued_run_names_every_ray_job_that_worked_on_it(mlflow_uri: str) 
     assert "ray_job_id" not in client.get_run(later.run_id).data.tags
     open_for(mlflow_uri, "/runs/later", ray_job_id="c")
     assert client.get_run(later.run_id).data.tags["ray_job_id"] == "c"
-
-
-def test_a_submitted_job_goes_by_the_name_that_ray_job_submit_gave_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ray_job_id() == ""  # No Ray job runs here.
-    told = {"runtime_env": {}, "metadata": {"job_submission_id": "raysubmit_x", "job_name": "raysubmit_x"}}
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(told))
-    assert ray_job_id() == "raysubmit_x"
 
 
 @pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt, "KILLED"), (OSError, "FAILED")])

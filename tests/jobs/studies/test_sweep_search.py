@@ -171,18 +171,6 @@ def test_a_search_that_cannot_reach_the_band_ends() -> None:
     assert len(points) < 8
 
 
-def test_where_the_first_axis_does_not_reach_the_band_another_does() -> None:
-    """The rate decides about τ, and the search tries other rates at the ρ that came nearest to the band."""
-
-    def answer(point: Point) -> PointResult:
-        return whole(point, 1.9 - 0.1 * point[RHO] - 40 * (point[RATE] - 3e-3))
-
-    rounds = run_search(search_band({**AXES, RHO: [2.0, 3.0]}, band=BAND, budget=9), answer)
-    reached = next(number for number, points in enumerate(rounds) if answer(points[0]).is_in(BAND))
-    assert rounds[reached] == [{RHO: 3.0, RATE: 2e-2}]
-    assert len(rounds[reached - 1]) == 1
-
-
 @given(slope=st.floats(0.08, 1.0), right=st.floats(2.0, 4.5))
 def test_an_axis_in_which_the_temperature_rises_is_turned_round(slope: float, right: float) -> None:
     """The temperature rises along the axis, as CLIP's does in a short run; `right` leads to the middle of the band."""
@@ -192,21 +180,6 @@ def test_an_axis_in_which_the_temperature_rises_is_turned_round(slope: float, ri
 
     rounds = run_search(search_band({RHO: [2.0, 4.5]}, band=BAND, budget=5), answer)
     assert any(answer(points[0]).is_in(BAND) for points in rounds)
-
-
-@pytest.mark.parametrize(("second", "third"), [(0.9809, 1.9708), (0.9741, 1.9799), (0.9908, 1.9536)])
-def test_a_search_on_flat_ground_goes_on_in_the_direction_of_the_prior(second: float, third: float) -> None:
-    """Mean temperatures of three searches that began far below the band; the second is within noise of the first."""
-    observations, ends, band = [(2.4, 0.9871)], (0.3, 4.5), (1.5, 1.95)
-    value = next_value(observations, ends=ends, band=band, start=2.4)
-    assert value == pytest.approx(0.83, abs=0.01)
-    observations.append((value, second))
-    assert next_value(observations, ends=ends, band=band, start=2.4) == 0.3
-    observations.append((0.3, third))
-    value = next_value(observations, ends=ends, band=band, start=2.4)
-    assert value == pytest.approx(0.41, abs=0.02)
-    # Where the ground is flat up to the end, nothing is left to try.
-    assert next_value([*observations[:2], (0.3, 0.98)], ends=ends, band=band, start=2.4) is None
 
 
 def test_noise_decides_no_direction_and_a_bracket_is_never_left() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import shlex
 import tarfile
 from collections.abc import Callable, Iterator
@@ -12,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from jobs import train_lm
 from jobs.engine.command_line import parse_preset
 from jobs.engine.fields import recorded_values, resolve_fields, with_fields
 from jobs.studies.cross_validation import make_cross_validation
@@ -25,12 +22,11 @@ from jobs.tasks.classifier.data import read_data
 from jobs.tasks.config import check_sizes
 from jobs.tasks.dual_encoder.data import build_encoder, preparation
 from jobs.tasks.dual_encoder.plan import make_plan as make_pair_plan
-from jobs.tasks.language_model.models import build_tempnet
 from jobs.tasks.language_model.plan import make_plan as make_text_plan
 from jobs.tasks.presets import classifiers, clip, language_models, sentences
 from jobs.tasks.sentence_encoder.plan import make_plan as make_sentence_plan
 from pipelines.images.prepare import check_source
-from pipelines.text.tokenization import load_tokenizer, train_bpe, train_wordpiece
+from pipelines.text.tokenization import train_bpe, train_wordpiece
 from tempnet.models.towers import random_tower
 
 TEXT = " ".join(f"word{number}" for number in range(40))
@@ -336,22 +332,6 @@ def test_a_plan_says_what_will_happen(command: str) -> None:
     assert ("negatives of a batch" in text) == ("--temperature.rho 7" in command)
 
 
-def test_a_plan_counts_the_tempnets_as_table_13_does() -> None:
-    plan = make_pair_plan(parse(PAIRS))
-    # Two networks read embeddings of 128 numbers.
-    assert plan.num_tempnet_parameters == 2 * (128 * 256 + 256 + 256 * 256 + 256 + 2)
-
-
-def test_a_plan_says_which_share_of_the_sentences_is_cut() -> None:
-    tokenizer = load_tokenizer("wordpiece", needs_eos=False)
-    lengths = [len(tokenizer(f"film number {number}")["input_ids"]) for number in range(60)]
-    least = min(lengths)
-    share = sum(length > least for length in lengths) / 60
-    assert 0 < share < 1
-    text = make_cross_validation(parse(f"{CLASSIFIER} --data.num-tokens {least}")).describe()
-    assert f"{share:.2%} of the sentences were cut to {least} tokens" in text
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -366,28 +346,6 @@ def test_a_plan_says_which_share_of_the_sentences_is_cut() -> None:
 def test_what_needs_no_documents_first_can_be_streamed(options: str) -> None:
     ahead, streaming = (make_sentence_plan(parse(command + options)) for command in (SENTENCES, STREAMING))
     assert streaming.data_cpus == ahead.data_cpus + 1
-
-
-def test_the_largest_preset_says_what_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The plan is made from the configuration of LLaMA-2 70B alone, which has no weights here.
-
-    Each of eight workers holds an eighth of the base in bfloat16, and a billion weights of layers that are run.
-    """
-    LlamaConfig(
-        hidden_size=8192, intermediate_size=28_672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
-        max_position_embeddings=4096, vocab_size=32_000, bos_token_id=1, eos_token_id=0,
-    ).save_pretrained(tmp_path)  # fmt: skip
-    load_tokenizer("bpe").save_pretrained(tmp_path)
-    words = shlex.split(
-        f"llama2-chat-70b-frozen --model.path {tmp_path} {TEXTS} {tmp_path} --temperature.rho 3 {SHARED}"
-    )
-    with pytest.raises(SystemExit):  # this machine has too few CPUs and GPUs for it, which the plan comes before
-        train_lm.main(words)
-    said = capsys.readouterr().out
-    num_parameters = 68_976_648_192  # of meta-llama/Llama-2-70b-chat-hf, as the hub counts them
-    assert f"base {num_parameters:,} (frozen)" in said
-    assert "8 workers" in said
-    assert f"weights {2 * (num_parameters / 8 + 1e9) / 2**30:.2f}" in said
 
 
 def test_broken_lines_are_counted_if_they_are_few() -> None:
@@ -420,15 +378,6 @@ def test_several_splits_and_none_are_read_by_training(options: str, expected: se
     assert set(captions.captions) == expected
 
 
-def test_the_proper_score_needs_no_rho() -> None:
-    config, other = (
-        parse(f"train_lm frozen-small --model.path x --temperature.loss {loss}") for loss in ("proper", "dro")
-    )
-    assert (config.temperature.needs_calibration, other.temperature.needs_calibration) == (False, True)
-    assert config.temperature.loss_config(100).rho == 0.0
-    assert 0.5 < build_tempnet(config, 100, 0.0, 8)(torch.zeros(1, 100)).item() < 1.5
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -457,11 +406,6 @@ def test_a_given_rho_or_target_entropy_takes_the_place_of_the_other_one_of_the_p
 def test_a_student_that_begins_anew_takes_the_tokenizer_of_its_teacher(options: str, expected: str) -> None:
     words = f"train_lm gpt2-scratch-small --temperature.loss=distil --distillation.teacher=t {options}"
     assert parse(words).tokenizer == expected
-
-
-def test_the_sizes_of_a_random_model_are_not_checked_if_a_path_is_given() -> None:
-    model = parse(f"{LANGUAGE_MODEL} --model.path x --model.num-heads 7").model
-    assert model.hidden_size % model.num_heads
 
 
 def test_a_configuration_is_saved_read_again_and_overridden(tmp_path: Path) -> None:
@@ -522,18 +466,3 @@ def test_what_is_misspelt_is_answered_with_near_names_and_help(
         parse(f"train_lm {words}")
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("job", "module"), [("train_lm", "jobs.train_lm"), ("my_tasks.train", "my_tasks.train")])
-def test_the_help_lists_every_preset_and_shows_the_module_of_the_command(
-    job: str, module: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for words in (["--help"], ["gpt2-scratch-small", "--help"]):
-        with pytest.raises(SystemExit) as ended:
-            parse_preset(language_models.PRESETS, words, job=job, purpose="Train.")
-        assert ended.value.code == 0
-        text = capsys.readouterr().out
-        assert f"usage: python -m {module} " in text
-        if len(words) == 1:
-            for name, preset in language_models.PRESETS.items():
-                assert re.search(rf"{re.escape(name)} +{re.escape((preset.__doc__ or '').splitlines()[0])}", text)

@@ -58,43 +58,6 @@ def config(tmp_path: Path) -> LanguageModelConfig:
     )
 
 
-@pytest.mark.parametrize(
-    ("architecture", "tied", "precision", "input_shift"),
-    [
-        ("gpt2", True, "fp32", "none"),
-        ("gpt2", True, "bf16", "mean"),
-        ("gpt_neox", False, "bf16", "none"),
-        ("llama", False, "fp32", "mean"),
-        ("qwen2", True, "fp32", "max"),
-    ],
-)
-def test_a_saved_model_is_frozen_and_its_tempnet_trains(
-    architecture: str, tied: bool, precision: str, input_shift: str,
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, config: LanguageModelConfig,
-) -> None:  # fmt: skip
-    save_model(tmp_path / "model", tokenizer, architecture, tied=tied)
-    assert config.tokenizer == config.model.path
-    values = {"workers.precision": precision, "temperature.input_shift": input_shift, "temperature.hidden_size": 16}
-    module = build_model(with_fields(config, values), load_tokenizer(config.tokenizer))
-    assert module.freeze_base
-    assert module.tempnet is not None
-    assert module.tempnet.config.input_shift == input_shift
-    assert module.head is not None
-    assert module.base.dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
-    ids = torch.tensor([tokenizer.encode(WORDS)])
-    positions = torch.arange(ids.shape[1]).unsqueeze(0)
-    optimizer = torch.optim.AdamW(module.tempnet.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(10):
-        output = module(ids, positions, ids.roll(-1, 1))
-        output["loss"].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(output["loss"].item())
-    assert losses[-1] < losses[0]
-    assert all(parameter.grad is None for parameter in module.base.parameters())
-
-
 def test_a_model_that_cannot_keep_documents_apart_is_refused_before_it_is_loaded(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, config: LanguageModelConfig
 ) -> None:

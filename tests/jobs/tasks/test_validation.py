@@ -193,13 +193,3 @@ def test_tokens_are_escaped_and_told_apart() -> None:
     assert titles[0] == "τ 0.200 · entropy 4.00 nats at τ = 1" + note
     assert len(set(colours)) == 3
     assert colours[2] == colours[3]
-
-
-def test_a_constant_temperature_is_one_colour_and_tokens_of_a_character_one_span() -> None:
-    page = coloured_page(title="T", sections={"S": (["a", "", "–"], [1.0, 1.0, 1.0], [1.0, 2.0, 3.0], [""] * 3)})
-    assert [(title, text) for _, title, text in spans(page)] == [
-        ("τ 1.000 · entropy 1.00 nats at τ = 1", "a"),
-        ("τ 1.000, 1.000 · entropy 2.00, 3.00 nats at τ = 1", "–"),
-    ], "tokens of one character are one span"
-    assert len({colour for colour, _, _ in spans(page)}) == 1
-    coloured_page(title="T", sections={})
