@@ -49,12 +49,6 @@ def test_units_are_found_again_where_nothing_has_changed(model: str, tmp_path: P
     assert not set(keys(str(tmp_path / "copy"))) & set(first)
 
 
-def test_templates_may_be_one_for_all_sets_or_one_a_set() -> None:
-    config = EvaluateClipConfig(models=("m",), zero_shot=("a=x", "b=y"), templates=("own.txt", "b=cifar"))
-    assert (config.template_set("a"), config.template_set("b")) == ("own.txt", "cifar")
-    assert EvaluateClipConfig(models=("m",), zero_shot=("a=x",), templates=("a=cifar",)).template_set("a") == "cifar"
-
-
 @pytest.mark.parametrize(("name", "number"), [("imagenet", 80), ("cifar", 18)])
 def test_shipped_templates_are_complete(name: str, number: int) -> None:
     templates = read_templates(name)

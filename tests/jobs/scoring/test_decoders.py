@@ -26,7 +26,7 @@ from jobs.scoring.decoders.bench import (
     run_bench,
     split_text,
 )
-from jobs.scoring.decoders.job import conclusion, figures, frontier, make_verifier, plot, resolve_settings, table
+from jobs.scoring.decoders.job import conclusion, figures, make_verifier, plot, resolve_settings, table
 from jobs.scoring.decoders.model import AUTODECO, PROPER, ROBUST, FrozenModel, MeasuredText, SampledText
 from jobs.scoring.generation.formats import Prompt
 from tempnet.decoders.rules import ConstantTemperature, Mirostat, Shuffled, Warped, temper
@@ -172,13 +172,6 @@ def test_table_and_plot_show_every_decoder(comparison: Comparison, tmp_path: Pat
     assert conclusion(values).count("\n") == 2
     plot(values, tmp_path / "frontier.png")
     assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_frontier_is_what_no_point_exceeds() -> None:
-    points = [tuple(point) for point in np.random.default_rng(0).integers(0, 12, size=(60, 2)).tolist()]
-    expected = {a for a in points if not any(b != a and b[0] >= a[0] and b[1] >= a[1] for b in points)}
-    assert set(frontier(points)) == expected
-    assert frontier([]) == []
 
 
 def test_figures_of_prompts_with_a_verifier() -> None:

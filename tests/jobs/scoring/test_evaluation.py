@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lm_eval.tasks
 import numpy as np
 import pytest
 import torch
@@ -24,21 +23,9 @@ from jobs.scoring.language_models.windows import (
     num_words,
     pair_window,
     read_lambada,
-    slices,
     wikitext_pages,
 )
-from jobs.scoring.units import model_labels
 from tests.jobs.scoring.evaluation_cases import EXAMPLES, TEMPERATURES, harness, scores, write_tasks
-
-
-def test_temperatures_are_read_and_others_refused() -> None:
-    found = [Temperature.parse(text) for text in ("one", "fixed:0.70", "tempnet", "tempnet:1.5")]
-    assert [(one.name, one.value, one.needs_tempnet) for one in found] == [
-        ("one", 1.0, False), ("fixed:0.7", 0.7, False), ("tempnet", None, True), ("tempnet:1.5", 1.5, True)
-    ]  # fmt: skip
-    for text in ("fixed:0", "fixed", "fixed:x", "one:2", "hot", "tempnet:0", "fixed:inf"):
-        with pytest.raises(ValueError, match="none of: one, fixed:VALUE, tempnet, tempnet:TAU_MAX"):
-            Temperature.parse(text)
 
 
 def test_a_line_of_lambada_ends_at_a_line_feed_only(tmp_path: Path) -> None:
@@ -63,14 +50,6 @@ def test_every_token_is_a_target_once_and_no_window_is_too_long(brute: BruteForc
         assert [target for window in windows for target in window.targets] == brute.ids(page)
         assert windows[0].inputs[0] == brute.start
         assert max(len(window.inputs) for window in windows) <= MAX_LENGTH
-
-
-def test_slices_keep_every_window_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.scoring.language_models.windows.NUM_TOKENS_PER_SLICE", 10)
-    windows = [ScoredWindow((0,) * length, (0,)) for length in (3, 4, 3, 1, 12, 2)]
-    parts = list(slices(windows))
-    assert [len(part) for part in parts] == [3, 1, 1, 1]
-    assert [window for part in parts for window in part] == windows
 
 
 @pytest.mark.parametrize("export", ["logits", "hidden", "both"], indirect=True)
@@ -148,12 +127,6 @@ def test_the_hash_of_a_unit_changes_with_what_decides_it(export: str, tmp_path: 
     assert len(keys(temperatures=("one", "tempnet"), tempnets=(f"{other}/tempnet",)) & reference) == 1
 
 
-def test_labels_are_short_and_different() -> None:
-    assert model_labels(("runs/a/export", "/runs/b/export/", "gpt2")) == ["a", "b", "gpt2"]
-    assert model_labels(("x/a/export", "y/a/export")) == ["x/a/export", "y/a/export"]
-    assert model_labels(("m", "m")) == ["m (1)", "m (2)"]
-
-
 def request(kind: str, *arguments: str) -> Instance:
     return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)  # type: ignore[arg-type]
 
@@ -220,11 +193,3 @@ def test_sampling_in_the_harness_draws_at_the_temperature_of_the_column(
                 logits[len(brute.tokenizer) :] = -torch.inf
             expected.append(int(torch.multinomial(torch.softmax(logits / tau, -1), 1)))
         assert drawn[0].tolist() == expected
-
-
-def test_the_names_of_shipped_tasks_are_not_the_harness_s_own(own_tasks: Tasks) -> None:
-    # Loading all tasks of the harness takes ten seconds, so their files are searched.
-    own = {f"task: {path.stem}" for path in EXAMPLES.glob("*.yaml")}
-    assert all(path.read_text().count(f"task: {path.stem}\n") == 1 for path in EXAMPLES.glob("*.yaml"))
-    for path in Path(lm_eval.tasks.__file__).parent.rglob("*local*.yaml"):
-        assert not own & set(path.read_text().splitlines())

@@ -121,17 +121,6 @@ def test_training_spreads_no_base(config: LanguageModelConfig, features: Feature
         )
 
 
-def test_the_room_is_as_predicted(features: Features) -> None:
-    files = list(Path(features.directory).glob("features-*.arrow"))
-    assert len(files) == len(list(features.blocks.parts())) > len(features.text.shards)
-    arrays = sum(len(pa.ipc.open_file(pa.memory_map(str(file))).get_batch(0)["hidden"]) for file in files)
-    assert arrays == features.text.num_rows
-    assert features.blocks.bytes_per_row == LENGTH * (2 * WIDTH + 4) + 8
-    # In real files, of 64 MiB, the headers do not count.
-    headers = sum(file.stat().st_size for file in files) - features.blocks.num_bytes
-    assert 0 < headers < 1_500 * len(files)
-
-
 def test_a_tempnet_trains_on_them_as_on_the_base(config: LanguageModelConfig, features: Features) -> None:
     """The base is given the same rounding: its hidden states are rounded to bfloat16 by a hook."""
     tokenizer = load_tokenizer(config.tokenizer)

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from jobs.engine.export import model_digest, tempnet_digest
 from jobs.scoring.generation.config import GenerateConfig
-from jobs.scoring.generation.formats import FORMATS, describe_judged
-from jobs.scoring.generation.gsm8k import extract_answer, gold_answer, majority_score
+from jobs.scoring.generation.formats import describe_judged
+from jobs.scoring.generation.gsm8k import extract_answer, majority_score
 from jobs.scoring.generation.sampling import EffectiveVocabulary, Request, Sampler, SeededDraw
 from tempnet import TempNet
 from tempnet.inference import can_fold, end_ids
@@ -141,12 +141,6 @@ def test_a_repeated_job_continues(
     other = write_prompts(tmp_path / "other.jsonl", ["something else", *PROMPTS[1:]])
     assert "the text of id 'p0' belongs to another prompt" in refusal(*words, other)
     assert output.read_bytes() == before
-
-
-def test_a_prompt_is_a_line_that_ends_at_a_line_feed(tmp_path: Path) -> None:
-    (tmp_path / "prompts.txt").write_text("\ufeffone\u2028still one\ntwo\x0cstill two\n")
-    prompts = FORMATS["text"].read(tmp_path / "prompts.txt")
-    assert [prompt.turns for prompt in prompts] == [("one\u2028still one",), ("two\x0cstill two",)]
 
 
 def test_too_long_prompts_are_counted_as_lost(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -283,15 +277,6 @@ def test_gsm8k_is_scored_by_majorities(llama: Path, tmp_path: Path, capsys: pyte
 )
 def test_the_answer_is_the_last_announced_number_or_else_the_last_one(text: str, answer: str | None) -> None:
     assert extract_answer(text) == answer
-
-
-def test_the_gold_answer_is_after_the_mark() -> None:
-    assert gold_answer("2 + 2 = <<2+2=4>>4\n#### 4") == "4"
-    assert gold_answer("#### 2,125") == "2125"
-    assert gold_answer("#### -10") == "-10"
-    for bad in ("4", "#### four", "####"):
-        with pytest.raises(ValueError, match="does not end in ####"):
-            gold_answer(bad)
 
 
 def test_a_majority_is_the_first_most_frequent_answer_of_a_group() -> None:

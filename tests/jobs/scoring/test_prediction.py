@@ -203,13 +203,6 @@ def test_another_configuration_is_refused_with_what_differs(model: Path, text: P
         UnitStore(output).claim(settings.record([*archives, *list_sources(str(more))]))
 
 
-def test_help_is_that_of_pairs(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit:
-        main(["--images", "--help"])
-    assert exit.value.code == 0
-    assert "--with-embeddings" in capsys.readouterr().out
-
-
 def test_an_image_with_several_captions_counts_once() -> None:
     table = pa.table({"key": ["b", "b", "a", "c", "c"]})
     assert sorted(distinct_rows("tau_image", table)) == [0, 2, 3]

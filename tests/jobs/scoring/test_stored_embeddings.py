@@ -22,7 +22,6 @@ from frozen_towers_support import (
 )
 from safetensors.torch import load_file
 
-from jobs.engine.fields import fixed_values
 from jobs.scoring.features import check_room, units_of
 from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.dual_encoder.data import find_embeddings, refer_to_towers
@@ -181,9 +180,3 @@ def test_the_plan_needs_no_weights_and_sizes_must_fit(
     assert "towers none (frozen, their embeddings are read), networks of the loss " in make_plan(good).describe()
     with pytest.raises(ValueError, match=r"model\.embedding_size = 16, but model\.path = .* was made for 12"):
         make_plan(replace(good, model=replace(good.model, embedding_size=16)))
-
-
-def test_runs_made_before_keep_their_hash(config: ClipConfig) -> None:
-    earlier = replace(config, data=replace(config.data, view="random"))
-    assert not {"data.view", "model.features"} & fixed_values(earlier).keys()
-    assert {"data.view", "model.features"} <= fixed_values(from_features(config)).keys()

@@ -20,7 +20,6 @@ from jobs.engine.fields import (
     with_absolute_paths,
     with_fields,
 )
-from jobs.engine.hardware import training_memory
 from jobs.engine.tracking import run_tags
 from jobs.studies.reproduction.config import ReproduceConfig
 from jobs.studies.sweeps import presets as sweeps
