@@ -20,6 +20,7 @@ _TASKS = {
     "LanguageModelConfig": "jobs.tasks.language_model",
     "ClipConfig": "jobs.tasks.dual_encoder",
     "SentenceConfig": "jobs.tasks.sentence_encoder",
+    "ImageEncoderConfig": "jobs.tasks.image_encoder",
     "ClassifierConfig": "jobs.tasks.classifier",
 }
 """Maps the class of a run's configuration to the package of its task, which has the modules `config` and `plan`."""

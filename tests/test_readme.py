@@ -22,7 +22,8 @@ from tests.jobs.test_printed_commands import parse
 ROOT = Path(__file__).parents[1]
 JOB_LINES = [line for line in shell_lines() if line.startswith(PYTHON)]
 OTHER_LINES = [line for line in shell_lines() if not line.startswith(PYTHON)]
-DRY = ("train_lm", "train_clip", "train_sentences", "train_classifier", "sweep", "train_reward", "prepare_features")
+DRY = ("train_lm", "train_clip", "train_sentences", "train_images", "train_classifier", "sweep", "train_reward",
+       "prepare_features")  # fmt: skip
 """Jobs that can be asked for their plan."""
 NEEDS_TABLE = "clip-cc3m-sogclr-given-small"
 """Preset whose plan reads what the line before it has written."""

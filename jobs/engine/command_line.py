@@ -232,9 +232,10 @@ _PRESETS = {
     "train_lm": re.compile(r"gpt2-(?:scratch|finetune|ce)(?:-small)?|(?:llama[12]-.*)?frozen(?:-small)?"),
     "train_clip": re.compile(r"clip-.*"),
     "train_sentences": re.compile(r"declutr-.*"),
+    "train_images": re.compile(r"simclr-.*"),
     "train_classifier": re.compile(r"triple-entropy.*"),
 }
-_TRAINED = ("train_lm", "train_clip", "train_sentences")  # the jobs whose runs have an export
+_TRAINED = ("train_lm", "train_clip", "train_sentences", "train_images")  # the jobs whose runs have an export
 _PLACEHOLDERS = ("'model' is no local directory", "tokenizer = 'model'")  # the path in the preset `frozen`
 _NO_MODEL = "Transformers model"  # part of every message about a directory that is none
 

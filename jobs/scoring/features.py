@@ -23,6 +23,7 @@ from jobs.engine.cluster import start_ray
 from jobs.engine.config import WorkersSection
 from jobs.scoring.config import LanguageModelPool, PoolSection
 from jobs.scoring.units import Finished, UnitStore, Work, map_units
+from jobs.tasks import images
 from jobs.tasks.base import resolve_paths
 from jobs.tasks.dual_encoder import data as pair_data
 from jobs.tasks.dual_encoder.config import ClipConfig
@@ -232,7 +233,7 @@ def prepare_embeddings(config: ClipConfig) -> list[PairEmbeddings]:
     towers = refer_to_towers(config)
     found: dict[str, PairEmbeddings] = {}  # The same pairs may be given twice.
     for split in ("train", "validation"):
-        pairs = pair_data.prepare_split(config, split)
+        pairs = images.prepare_split(config, split)
         embeddings = embeddings_of(config, pairs, towers, split)
         if embeddings.directory in found:
             continue

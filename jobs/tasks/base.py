@@ -18,7 +18,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrain
 from jobs.engine.config import EncoderSection, OptimizerSection, TrainingConfig
 from jobs.engine.fields import resolve_fields, with_absolute_paths
 from jobs.engine.task import ParameterGroup, RhoSteering, Task, trainable
-from jobs.tasks.config import ContrastiveSection, ReadSection
+from jobs.tasks.config import ContrastiveSection, ReadSection, UnimodalSection
 from pipelines.block_cache import DIRECTORY_VARIABLE
 from pipelines.local_copy import checked_copy
 from pipelines.object_store import is_local
@@ -26,6 +26,10 @@ from pipelines.plan import StreamPlan
 from pipelines.storage import read_json, resolve
 from tempnet.base_model import BASE_FILE, BaseReference
 from tempnet.contrastive.losses import ContrastiveLoss, ContrastiveOutput
+from tempnet.contrastive.normalisers import NormaliserNet
+from tempnet.contrastive.state import SampleState, World
+from tempnet.contrastive.unimodal import UnimodalLoss
+from tempnet.network import TempNet
 from tempnet.weights import check_weight_files, load_fitting
 
 Config = TypeVar("Config", bound=TrainingConfig)
@@ -148,6 +152,25 @@ def base_and_tempnet_groups(
         {"name": "base", "parameters": trainable(*base), "learning_rate": settings.learning_rate_base},
         {"name": "tempnet", "parameters": trainable(*tempnets), "learning_rate": settings.learning_rate_tempnet},
     ]
+
+
+def unimodal_networks(temperature: UnimodalSection, width: int) -> dict[str, Any]:
+    """Return the new networks of a loss on one modality, which read embeddings of this width, by name in `UnimodalLoss`."""
+    networks: dict[str, Any] = (
+        {"tempnet": TempNet(temperature.network_config(width))} if temperature.needs_tempnets else {}
+    )
+    return networks | {"normaliser": NormaliserNet.for_loss(temperature.loss_config, width, temperature.num_prototypes)}
+
+
+def unimodal_loss(
+    temperature: UnimodalSection, width: int, *, num_samples: int | None, device: torch.device
+) -> UnimodalLoss:
+    """Return a new loss with its state of the samples, whose number may be unknown (None) if it keeps none."""
+    settings, world, state = temperature.loss_config, World.current(), None
+    if columns := settings.state_columns:
+        assert num_samples is not None  # plans refuse the other case
+        state = SampleState(num_samples, columns, world=world, device=device)
+    return UnimodalLoss(settings, **unimodal_networks(temperature, width), state=state, world=world)
 
 
 def autocast_dtype(config: TrainingConfig) -> torch.dtype | None:

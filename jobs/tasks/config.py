@@ -1,14 +1,15 @@
-"""The fields of the data section of every task that reads shards, and of those that learn from text."""
+"""The fields that tasks have in common: how shards are read, and the text, or the images, that are learned from."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from jobs.engine.config import TrainingConfig
 from jobs.engine.fields import (
     FREE_TO_CHANGE,
     PATH,
+    added_later,
     check_not_negative,
     check_positive,
     check_share,
@@ -18,6 +19,12 @@ from jobs.engine.fields import (
 )
 from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig, ContrastiveOptions, check_negatives
 from tempnet.network_config import TempNetConfig, TempNetOptions
+
+if TYPE_CHECKING:  # imports Pillow
+    from pipelines.images.views import AugmentationConfig
+
+MAX_IMAGE_SIZE = 4096
+"""Largest side of an image in pixels. Such an image takes 0.2 GiB as float32, and its activations many times as much."""
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, so that a class can inherit from other slotted ones too
@@ -81,6 +88,81 @@ class TextSection(ReadSection):
     def preparing_cpus(self) -> float:
         """Number of logical CPUs that preparing text takes while training runs."""
         return self.prepare_cpus if self.is_streaming else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSection(ReadSection):
+    """The images, and how random training views are made from them."""
+
+    train: str = field(metadata=PATH)
+    """Training images: path or URI of a WebDataset tar, or of a directory of tars."""
+    validation: str = field(metadata=PATH)
+    """Held-out images, in the same formats as `train`."""
+    key_dot: Literal["first", "last"] = field(default="first", metadata=added_later("first"))
+    """Dot of a member's name in a tar at which the key of its sample ends: webdataset's is the first."""
+    min_crop_scale: float = 0.5
+    """Smallest share of the image's area that a random training crop covers."""
+    flip_probability: float = 0.5
+    """Probability of flipping a training image horizontally. Set it to 0 if captions mention left and right."""
+    num_augmentations: int = 0
+    """Number of RandAugment operations applied to each training image."""
+    augmentation_magnitude: float = 7.0
+    """Strength of the RandAugment operations, from 0 to 10."""
+    num_readers: int = 1
+    """Number of concurrent tasks per worker that read and decode images. Ray reserves a quarter of a CPU for each."""
+
+    def __post_init__(self) -> None:
+        ReadSection.__post_init__(self)
+        check_positive("data", self, "min_crop_scale", "num_readers")
+        check_share("data", self, "min_crop_scale", "flip_probability")
+        check_not_negative("data", self, "num_augmentations")
+        try:
+            self.describe_views()
+        except ValueError as error:  # only the magnitude is left to be refused
+            raise ValueError(f"data.augmentation_{error}") from error
+
+    def describe_views(self, **colours: float) -> AugmentationConfig:
+        """Return the configuration of random views; `colours` are its fields about colours."""
+        from pipelines.images.views import AugmentationConfig
+
+        return AugmentationConfig(
+            min_scale=self.min_crop_scale,
+            flip_probability=self.flip_probability,
+            num_operations=self.num_augmentations,
+            magnitude=self.augmentation_magnitude,
+            **colours,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTowerSection:
+    """An image encoder: the size of its images and embeddings, and the sizes of a randomly initialised ResNet."""
+
+    image_size: int = 224
+    """Side of the square input images in pixels, at most 4 096."""
+    embedding_size: int = 256
+    """Dimension of the embeddings that the loss compares."""
+    image_widths: tuple[int, ...] = (256, 512, 1024, 2048)
+    """Number of channels of each stage of a random ResNet."""
+    image_depths: tuple[int, ...] = (3, 4, 6, 3)
+    """Number of blocks in each stage of a random ResNet; as many values as image_widths."""
+    image_stem_width: int = 64
+    """Number of channels of the stem of a random ResNet."""
+    image_block: Literal["bottleneck", "basic"] = "bottleneck"
+    """Type of the blocks of a random ResNet."""
+
+    def __post_init__(self) -> None:
+        check_positive("model", self, "image_size", "embedding_size", "image_stem_width")
+        if self.image_size > MAX_IMAGE_SIZE:
+            raise ValueError(
+                f"model.image_size = {self.image_size} is above {MAX_IMAGE_SIZE}: as float32, one view alone takes "
+                f"{12 * self.image_size**2 / 2**30:,.1f} GiB, and a worker holds its whole share of the batch at a time"
+            )
+        if len(self.image_widths) != len(self.image_depths) or min(*self.image_widths, *self.image_depths) < 1:
+            raise ValueError(
+                f"model.image_widths = {self.image_widths} and model.image_depths = {self.image_depths} must be equally "
+                "many positive numbers, one a stage"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +269,28 @@ class ContrastiveSection(TempNetSection, ContrastiveOptions):
         low, high = self.tau_range
         options = values_of(self, TempNetOptions)
         return TempNetConfig.for_embeddings(embedding_size, rho=self.rho, tau_min=low, tau_max=high, **options)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnimodalSection(ContrastiveSection):
+    """A contrastive loss on one modality (`tempnet.contrastive.unimodal`); both members of a pair share one TempNet."""
+
+    loss: str = "clip_fixed"
+    """Name of the loss: clip_fixed (NT-Xent at the fixed temperature tau), clip (one learned temperature), tempnet,
+    tempnet_in_batch, temperature_free, sogclr, isogclr (one temperature for every sample), fastclip_v0, fastclip_v1,
+    fastclip_v2, fastclip_v3, siglip, neuclip or tempnet_neuclip."""
+    tau: float | None = 0.05
+    """The fixed temperature, or the initial value of a learned one. None: 0.01 for losses normalised over all data,
+    0.07 for losses normalised over the batch."""
+
+    def __post_init__(self) -> None:
+        ContrastiveSection.__post_init__(self)
+        if LOSS_KINDS[self.loss].is_cyclic or LOSS_KINDS[self.loss].temperature == "given":
+            raise ValueError(f"temperature.loss = {self.loss!r} is for images with captions")
+        if self.target_tau is not None:
+            raise ValueError(
+                f"temperature.target_tau = {self.target_tau:g}: ρ is steered for language models and for images with captions"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from typing import Any, Literal
 from pyarrow import fs
 
 from pipelines.archives import ArchiveFormat, list_source, resolve_source
-from pipelines.images.captions import CaptionFile
+from pipelines.images.captions import CaptionFile, FolderNames
 from pipelines.lines import MAGIC_BYTES, compression_of, decode, lines_of
 from pipelines.object_store import open_for_reading
 from pipelines.problems import Problem, TruncatedArchive
@@ -41,6 +41,9 @@ IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
 
 KeyDot = Literal["first", "last"]
 """Dot of a member's base name at which the key of its sample ends: webdataset's is the first."""
+
+FOLDER_LABEL, CLS_LABEL = "folder", "cls"
+"""Labels that are not named by a field of the `.json`: the folder of an image, and the text of its `.cls`."""
 
 _SUFFIXES = {".tar": ArchiveFormat.TAR} | {f".{suffix}": ArchiveFormat.PLAIN for suffix in IMAGE_SUFFIXES}
 # Number of image files of a directory that form one archive: the order of magnitude of what img2dataset puts into a
@@ -150,7 +153,12 @@ def list_image_source(uri: str) -> tuple[list[ImageArchive], list[str]]:
 
 
 def read_samples(
-    uri: str, archive: ImageArchive, captions: CaptionFile | None = None, *, key_dot: KeyDot = "first"
+    uri: str,
+    archive: ImageArchive,
+    captions: CaptionFile | FolderNames | None = None,
+    *,
+    key_dot: KeyDot = "first",
+    label: str = "",
 ) -> Iterator[Item]:
     """Stream the samples of one archive in stored order, with the problems and what is left out.
 
@@ -158,9 +166,12 @@ def read_samples(
     under one key. If the field is a list, its entries are the captions of the image; otherwise the `.txt` is preferred to
     the field. It is one caption, as img2dataset writes it, unless the field says that its lines are: by being one of them.
     With a caption file, which groups of image files need, samples are the images that it names; any other is left out.
+    With a `label` the only caption of an image is its class (`pipelines.images.prepare.PrepareImagesConfig.label`).
     """
     filesystem, root = resolve_source(uri)
     name = relative(archive.path, root)
+    if label == FOLDER_LABEL:
+        captions = FolderNames()
     if archive.files:
         assert captions is not None
         yield from _read_files(filesystem, archive, captions)
@@ -177,7 +188,7 @@ def read_samples(
         if captions is not None:
             yield from _read_named_images(tar_members(stream), name, captions, archive.num_bytes)
         else:
-            yield from _TarReader(name, key_dot, archive.num_bytes).read(tar_members(stream))
+            yield from _TarReader(name, key_dot, archive.num_bytes, label).read(tar_members(stream))
 
 
 # ---- WebDataset ------------------------------------------------------------------------------------------------------
@@ -199,11 +210,13 @@ Members = Iterator[tuple[tarfile.TarInfo, TarMember]]
 class _TarReader:
     """Reads the samples of one tar, and keeps what is only known to be wrong at its end."""
 
-    def __init__(self, name: str, key_dot: KeyDot, num_bytes: int) -> None:
+    def __init__(self, name: str, key_dot: KeyDot, num_bytes: int, label: str) -> None:
         # Imported here because it also imports torch, and only tars of samples need it.
         from webdataset.tariterators import base_plus_ext, group_by_keys
 
-        self._name, self._num_bytes = name, num_bytes
+        self._name, self._num_bytes, self._label = name, num_bytes, label
+        # Suffixes of the members that say what an image shows.
+        self._texts = ("cls",) if label == CLS_LABEL else ("txt", "json")
         self._key_dot = key_dot
         self._split: Callable[[str], tuple[str | None, str | None]] = (
             base_plus_ext if key_dot == "first" else _split_at_last_dot
@@ -246,7 +259,7 @@ class _TarReader:
                     continue
                 name = make_printable(info.name)
                 key, suffix = self._split(name)
-                if not key or suffix is None or suffix.lower() not in (*IMAGE_SUFFIXES, "txt", "json"):
+                if not key or suffix is None or suffix.lower() not in (*IMAGE_SUFFIXES, *self._texts):
                     kind = f".{suffix.lower()}" if key and suffix else "no suffix"
                     self._left_out[kind] += 1
                     self._items.append(LeftOut(kind=kind))
@@ -272,10 +285,10 @@ class _TarReader:
     def _decode(self, key: str, parts: dict[str, _Part]) -> Iterator[Item]:
         """Yield the sample that a group of members is, by suffix, and what is wrong with it."""
         where = f"{self._name}/{key}"
-        images = [suffix for suffix in parts if suffix not in ("txt", "json")]
+        images = [suffix for suffix in parts if suffix not in self._texts]
         yield from (LeftOut(kind="further images of a sample") for _ in images[1:])
         image = parts[images[0]] if images else None
-        texts, items = _read_captions(parts, where)
+        texts, items = _read_label(parts, self._label, where) if self._label else _read_captions(parts, where)
         if image is not None and texts and image.problem is None:
             yield from items
             yield ImageSample(key=key, member=image.member, offset=image.offset, data=image.data, captions=tuple(texts))
@@ -286,7 +299,7 @@ class _TarReader:
         else:
             names = ", ".join(part.member for part in parts.values())
             kind = SampleProblemKind.MISSING_CAPTION if images else SampleProblemKind.MISSING_IMAGE
-            missing = "no .txt or .json" if images else "no image"
+            missing = f"no .{' or .'.join(self._texts)}" if images else "no image"
             self._held.append(Problem(kind=kind, where=where, detail=f"there is {names}, and {missing}"))
 
     def _close(self) -> Iterator[Problem]:
@@ -359,6 +372,22 @@ def _read_captions(parts: dict[str, _Part], where: str) -> tuple[list[str], list
     return captions, items
 
 
+def _read_label(parts: dict[str, _Part], label: str, where: str) -> tuple[list[str], list[Item]]:
+    """Return the class of a sample as its only caption, or what is wrong with it; both are empty if it has no such file."""
+    part = parts.get("cls" if label == CLS_LABEL else "json")
+    if part is None:
+        return [], []
+    if part.problem:
+        return [], [part.problem]
+    try:
+        value = decode(part.data) if label == CLS_LABEL else json.loads(part.data)[label]
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        detail = f"no class in {part.member}: {type(error).__name__} {str(error)[:_NUM_CHARACTERS_SHOWN]}"
+        return [], [Problem(kind=SampleProblemKind.MISSING_CAPTION, where=where, detail=detail)]
+    item = _check_caption(str(value) if isinstance(value, int) else value, where)
+    return ([], [item]) if isinstance(item, Problem) else ([item], [])
+
+
 def _caption_in_txt(part: _Part, where: str) -> tuple[str | None, Problem | None]:
     if part.problem:
         return None, part.problem
@@ -408,7 +437,7 @@ def _read_part(info: tarfile.TarInfo, member: TarMember, name: str) -> _Part:
     """Read a member's bytes, or explain in `problem` why they cannot be used; `name` is that of the tar, for messages."""
     member_name = make_printable(info.name)
     where = f"{name}/{member_name}"
-    limit = MAX_CAPTION_BYTES if member_name.lower().endswith(("txt", "json")) else MAX_IMAGE_BYTES
+    limit = MAX_CAPTION_BYTES if member_name.lower().endswith(("txt", "json", "cls")) else MAX_IMAGE_BYTES
     data, problem = b"", None
     if info.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or info.sparse is not None:
         detail = "a link, a sparse file or a device, not a plain file"
@@ -425,7 +454,9 @@ def _read_part(info: tarfile.TarInfo, member: TarMember, name: str) -> _Part:
 # ---- captions in a json ----------------------------------------------------------------------------------------------
 
 
-def _read_named_images(members: Members, name: str, captions: CaptionFile, num_bytes: int) -> Iterator[Item]:
+def _read_named_images(
+    members: Members, name: str, captions: CaptionFile | FolderNames, num_bytes: int
+) -> Iterator[Item]:
     end = 0
     try:
         for info, member in members:
@@ -445,7 +476,9 @@ def _read_named_images(members: Members, name: str, captions: CaptionFile, num_b
         yield _report_truncated(name, error, end, num_bytes)
 
 
-def _read_files(filesystem: fs.FileSystem, archive: ImageArchive, captions: CaptionFile) -> Iterator[Item]:
+def _read_files(
+    filesystem: fs.FileSystem, archive: ImageArchive, captions: CaptionFile | FolderNames
+) -> Iterator[Item]:
     for file in archive.files:
         key = captions.find(file)
         if key is None:
@@ -461,11 +494,11 @@ def _read_files(filesystem: fs.FileSystem, archive: ImageArchive, captions: Capt
         yield from _named_image(key, _Part(member=file, offset=0, data=data, problem=problem), captions, file)
 
 
-def _named_image(key: str, part: _Part, captions: CaptionFile, where: str) -> Iterator[Item]:
+def _named_image(key: str, part: _Part, captions: CaptionFile | FolderNames, where: str) -> Iterator[Item]:
     if part.problem:
         yield part.problem
         return
-    checked = [_check_caption(text, where) for text in captions.captions[key]]
+    checked = [_check_caption(text, where) for text in captions.texts(key)]
     yield from (item for item in checked if isinstance(item, Problem))
     if texts := tuple(item for item in checked if isinstance(item, str)):
         yield ImageSample(key=key, member=part.member, offset=part.offset, data=part.data, captions=texts)

@@ -127,6 +127,10 @@ class CaptionFile:
         """
         return _load(uri, tuple(filter(None, splits)))  # `--splits ""` gives one empty string, which selects no split.
 
+    def texts(self, name: str) -> tuple[str, ...]:
+        """Return the captions of an image, given by its path as the file spells it."""
+        return self.captions[name]
+
     def find(self, path: str) -> str | None:
         """Return the path in this file of the image that `path` names, or None if there is none.
 
@@ -150,6 +154,18 @@ class CaptionFile:
                 ending = "/".join(parts[first:])
                 endings[ending] = None if ending in endings else name
         return endings
+
+
+class FolderNames:
+    """In place of a :class:`CaptionFile`: the caption of an image is its class, the folder that it lies in."""
+
+    def find(self, path: str) -> str | None:
+        """Return the path itself, or None if it has no folder."""
+        return path if "/" in path else None
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """Return the name of the last folder of a path: `airplane` for `train/airplane/0001.jpg`."""
+        return (name.split("/")[-2],)
 
 
 @lru_cache(maxsize=2)

@@ -42,7 +42,8 @@ class PairSource:
     """
 
     manifest: ImageManifest
-    tokenizer: PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerFast | None = None
+    """Tokenizer of the captions; None: they are not tokenised, and training reads images alone."""
     image_size: int
     """Side S of the square views, in pixels."""
     num_text_tokens: int = 30
@@ -51,6 +52,8 @@ class PairSource:
     """Seed of the random views and of the caption noise."""
     augmentation: AugmentationConfig | None = field(default_factory=AugmentationConfig)
     """Distribution of the random views that training reads; None: it reads the central view of every image."""
+    num_views: int = 1
+    """Number v of views of an image that training reads, drawn one after the other."""
     caption_noise: float = 0.0
     """Share of the captions that receive noise, in [0, 1] (`CaptionNoise`)."""
     cache_bytes: int = 0
@@ -59,7 +62,8 @@ class PairSource:
     def __post_init__(self) -> None:
         if self.image_size < 1:
             raise ValueError(f"image_size = {self.image_size} must be at least 1")
-        assert self.encoder  # Created here already, so that invalid values raise an error here.
+        if self.tokenizer is not None:
+            assert self.encoder  # Created here already, so that invalid values raise an error here.
         assert self.noise
 
     def __getstate__(self) -> dict[str, object]:
@@ -68,6 +72,7 @@ class PairSource:
     @cached_property
     def encoder(self) -> CaptionEncoder:
         """Tokenizer of captions with a fixed output length t."""
+        assert self.tokenizer is not None
         return CaptionEncoder(tokenizer=self.tokenizer, num_text_tokens=self.num_text_tokens)
 
     @cached_property
@@ -85,25 +90,28 @@ class PairSource:
         """Return the training arrays of n pairs, given their shards and rows in the shards' indexes, each (n,).
 
         Returns:
-            `images` (n, S, S, 3) uint8; `input_ids`, `attention_mask` (n, t) int64; `ids`, `image_ids` (n,) int64,
-            the pair ids 0 … N−1 and the image numbers 0 … M−1; `is_noisy` (n,) bool, whether the caption received
-            noise; `digest` (n,) int64, a 48-bit hash of pixels and tokens.
+            `images` (n, S, S, 3) uint8, or (n, v, S, S, 3) of several views; `ids`, `image_ids` (n,) int64, the pair ids
+            0 … N−1 and the image numbers 0 … M−1; `digest` (n,) int64, a 48-bit hash of pixels and tokens. With a
+            tokenizer also `input_ids`, `attention_mask` (n, t) int64; `is_noisy` (n,) bool, whether the caption received
+            noise.
         """
         shards, rows = np.asarray(shards), np.asarray(rows)
         entries = self._entries(shards, rows)
         batch = self._captions(shards, rows, entries)
         count = len(rows)
-        images = np.empty((count, self.image_size, self.image_size, 3), dtype=np.uint8)
+        images = np.empty((count, self.num_views, self.image_size, self.image_size, 3), dtype=np.uint8)
         digests = np.empty(count, dtype=np.int64)
         for place, data in enumerate(self._image_files(shards, entries)):
-            if self.augmentation is None:
-                view = self._view(shards[place], rows[place], evaluation_view, data)
-            else:
-                rng = np.random.default_rng([self.seed, _VIEW_STREAM, epoch, int(batch["ids"][place])])
-                view = self._view(shards[place], rows[place], training_view, data, self.augmentation, rng)
-            images[place] = view
-            digests[place] = pair_digest(pixel_hash(images[place]), token_hash(batch["input_ids"][place]))
-        return {"images": images, **batch, "digest": digests}
+            rng = np.random.default_rng([self.seed, _VIEW_STREAM, epoch, int(batch["ids"][place])])
+            for number in range(self.num_views):
+                if self.augmentation is None:
+                    view = self._view(shards[place], rows[place], evaluation_view, data)
+                else:
+                    view = self._view(shards[place], rows[place], training_view, data, self.augmentation, rng)
+                images[place, number] = view
+            tokens = token_hash(batch["input_ids"][place]) if self.tokenizer is not None else 0
+            digests[place] = pair_digest(pixel_hash(images[place]), tokens)
+        return {"images": images[:, 0] if self.num_views == 1 else images, **batch, "digest": digests}
 
     def read_captions(self, shards: np.ndarray, rows: np.ndarray) -> Batch:
         """Return the arrays of :meth:`read` that belong to captions and ids, without reading an image."""
@@ -111,11 +119,13 @@ class PairSource:
 
     def _captions(self, shards: np.ndarray, rows: np.ndarray, entries: dict[str, pa.ChunkedArray]) -> Batch:
         ids = self.manifest.first_pairs[shards] + rows
+        batch = {"ids": ids, "image_ids": entries["image"].to_numpy()}
+        if self.tokenizer is None:
+            return batch
         noised = [self.noise.apply(text, int(i)) for text, i in zip(entries["caption"].to_pylist(), ids, strict=True)]
         return {
             **self.encoder.encode([text for text, _ in noised]),
-            "ids": ids,
-            "image_ids": entries["image"].to_numpy(),
+            **batch,
             "is_noisy": np.array([is_noisy for _, is_noisy in noised], dtype=bool),
         }
 

@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from pipelines.archives import describe_not_read, resolve_source
 from pipelines.images.archives import (
+    FOLDER_LABEL,
     ImageArchive,
     ImageSample,
     KeyDot,
@@ -74,12 +75,19 @@ class PrepareImagesConfig:
     key_dot: KeyDot = "first"
     """Dot of a member's base name at which the key of its sample ends. With webdataset, first, `a.v2.jpg` is the part
     `v2.jpg` of the sample `a`; with last it is the image of the sample `a.v2`."""
+    label: str = ""
+    """What takes the place of captions: folder, the last folder of an image's path; cls, the text of its .cls, as
+    webdataset writes classes; or the name of a field of its .json. If empty: captions."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.max_bad_share <= 1.0:
             raise ValueError(f"max_bad_share = {self.max_bad_share:g} must lie in [0, 1]")
         if not 1 <= self.max_pixels <= LARGEST_MAX_PIXELS:
             raise ValueError(f"max_pixels = {self.max_pixels} must lie in 1 … {LARGEST_MAX_PIXELS}")
+        if self.label and self.captions:
+            raise ValueError(
+                f"label = {self.label!r} takes the place of captions = {self.captions!r}: give one of them"
+            )
         if any(self.splits) and not self.captions:
             raise ValueError(
                 f"splits = {' '.join(self.splits)} selects from captions, which is empty: give a Karpathy json"
@@ -123,9 +131,10 @@ def check_source(config: PrepareImagesConfig) -> tuple[list[ImageArchive], Capti
 def _list(config: PrepareImagesConfig) -> tuple[list[ImageArchive], list[str], CaptionFile | None]:
     archives, not_read = list_image_source(config.source)
     captions = CaptionFile.load(config.captions, config.splits) if config.captions else None
-    if captions is None and any(archive.files for archive in archives):
+    if captions is None and config.label != FOLDER_LABEL and any(archive.files for archive in archives):
         raise ValueError(
             f"source = {config.source!r} holds images in files of their own: captions must name a json file"
+            + (f", or label must be {FOLDER_LABEL} instead of {config.label!r}" if config.label else "")
         )
     return archives, not_read, captions
 
@@ -133,7 +142,8 @@ def _list(config: PrepareImagesConfig) -> tuple[list[ImageArchive], list[str], C
 def _name_content(config: PrepareImagesConfig, archives: list[ImageArchive], captions: CaptionFile | None) -> str:
     """Return a directory name that contains a hash of everything that determines the prepared content."""
     files = [asdict(archive) for archive in archives]
-    content = json.dumps([_READING_VERSION, files, captions and captions.captions, config.max_pixels, config.key_dot])
+    values = [_READING_VERSION, files, captions and captions.captions, config.max_pixels, config.key_dot]
+    content = json.dumps([*values, config.label] if config.label else values)
     return directory_name(config.source, "pairs", hashlib.blake2b(content.encode(), digest_size=6).hexdigest())
 
 
@@ -209,7 +219,7 @@ class IndexTask:
         captions = CaptionFile.load(config.captions, config.splits) if config.captions else None
         name = relative(archive.path, resolve_source(config.source)[1])
         keys: set[str] = set()
-        for item in read_samples(config.source, archive, captions, key_dot=config.key_dot):
+        for item in read_samples(config.source, archive, captions, key_dot=config.key_dot, label=config.label):
             if isinstance(item, LeftOut):
                 is_counted = item.kind in left_out or len(left_out) < _NUM_KINDS_LEFT_OUT
                 left_out[item.kind if is_counted else OTHER_KINDS] += 1

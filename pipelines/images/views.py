@@ -1,4 +1,4 @@
-"""Views of an image: random resized crop, flip and RandAugment for training; resize and centre crop for evaluation.
+"""Views of an image: random crop, flip, RandAugment and colours for training; resize and centre crop for evaluation.
 
 RandAugment (Cubuk et al., arXiv 1909.13719) applies a few operations, drawn from a fixed list, at one strength. The list
 is the one used in vision-language pre-training: no operation changes colours so much that a caption becomes false.
@@ -41,6 +41,10 @@ class AugmentationConfig:
     """Number of RandAugment operations per image; 0 disables RandAugment."""
     magnitude: float = 7.0
     """Strength of the RandAugment operations, 0 … 10."""
+    colour_jitter: float = 0.0
+    """Strength s of SimCLR's change of colours, which four of five views have, 0 … 1; 0 disables it."""
+    grey_probability: float = 0.0
+    """Probability that a view is grey."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.magnitude <= MAX_MAGNITUDE:
@@ -74,6 +78,10 @@ def training_view(
         view = view.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     if augmentation.num_operations:
         view = rand_augment(view, augmentation.num_operations, augmentation.magnitude, rng)
+    if augmentation.colour_jitter and rng.random() < _JITTER_PROBABILITY:
+        view = jitter_colours(view, augmentation.colour_jitter, rng)
+    if augmentation.grey_probability and rng.random() < augmentation.grey_probability:
+        view = view.convert("L").convert("RGB")
     return np.asarray(view)
 
 
@@ -155,3 +163,30 @@ def rand_augment(image: Image.Image, num_operations: int, magnitude: float, rng:
         strength = magnitude / MAX_MAGNITUDE * (1 if sign < 0.5 else -1)
         image = OPERATIONS[names[choice]](image, strength)
     return image
+
+
+# ---- colours ---------------------------------------------------------------------------------------------------------
+
+_JITTER_PROBABILITY = 0.8
+_ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
+
+
+def jitter_colours(image: Image.Image, strength: float, rng: np.random.Generator) -> Image.Image:
+    """Change brightness, contrast, saturation and hue in random order (SimCLR, arXiv 2002.05709, Appendix A).
+
+    The first three are multiplied by factors from [1 − .8s, 1 + .8s], and the hue is turned by up to .2s of the circle.
+    """
+    changes = rng.uniform(-1.0, 1.0, size=4) * strength
+    for number in rng.permutation(4).tolist():
+        if number < len(_ENHANCERS):
+            image = _ENHANCERS[number](image).enhance(1.0 + 0.8 * changes[number])
+        else:
+            image = turn_hue(image, 0.2 * changes[number])
+    return image
+
+
+def turn_hue(image: Image.Image, share: float) -> Image.Image:
+    """Turn the hue of an RGB image by a share of the circle: a third makes green of red."""
+    hue, saturation, value = image.convert("HSV").split()
+    turned = Image.fromarray(np.asarray(hue) + np.uint8(round(share * 256) % 256))
+    return Image.merge("HSV", (turned, saturation, value)).convert("RGB")

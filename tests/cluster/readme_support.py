@@ -36,6 +36,7 @@ RUN_BY = {
     "analyse": "cluster/test_readme_text.py::test_analysing_groups_of_texts",
     "train_clip": "cluster/test_readme_images.py::test_training_and_scoring",
     "evaluate_clip": "cluster/test_readme_images.py::test_training_and_scoring",
+    "train_images": "cluster/test_readme_images.py::test_training_without_captions",
     "prepare_text": "cluster/test_readme_text.py::test_preparing",
     "prepare_images": "cluster/test_readme_text.py::test_preparing",
     "train_sentences": "cluster/test_readme_text.py::test_training_and_scoring_a_sentence_encoder",

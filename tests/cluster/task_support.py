@@ -13,6 +13,7 @@ from support import tiny_run, with_sections
 from torch import Tensor
 
 from jobs.engine.config import OptimizerSection, TrackingSection, WorkersSection
+from jobs.tasks.config import UnimodalSection
 from jobs.tasks.dual_encoder.config import (
     ClipConfig,
     DualEncoderSection,
@@ -21,7 +22,7 @@ from jobs.tasks.dual_encoder.config import (
     RetrievalValidationSection,
 )
 from jobs.tasks.presets.sentences import PRESETS
-from jobs.tasks.sentence_encoder.config import DocumentTemperatureSection, SentenceConfig
+from jobs.tasks.sentence_encoder.config import SentenceConfig
 from pipelines.sample.images import read_captions, write_images
 from pipelines.text.tokenization import train_wordpiece
 from tempnet.models.towers import random_tower
@@ -111,7 +112,7 @@ def tiny_sentences(
             min_num_tokens=36,
         ),
         model=replace(config.model, hidden_size=16, num_layers=1, num_heads=2),
-        temperature=DocumentTemperatureSection(
+        temperature=UnimodalSection(
             loss="tempnet", rho=1.0, hidden_size=8, num_prototypes=8, tau_min=0.01, tau_max=0.5
         ),
         # With a smaller epsilon, Adam would make full-sized steps of gradients that are only rounding errors.

@@ -45,6 +45,16 @@ def test_training_and_scoring(home: Path, export: Path) -> None:
     assert column["metrics"]["concepts/num_classes"] == 2
 
 
+def test_training_without_captions(home: Path) -> None:
+    (line,) = lines_like("jobs.train_images *-small")
+    of_text = ("--model.text", "--temperature.rho", "--temperature.hidden", "--temperature.num")
+    options = [option for option in OPTIONS if not option.startswith(of_text)]
+    run_line(line, *options, "--validation.num-train-images=0")
+    outcome = outcome_of(home, line.split()[-1])
+    assert outcome["num_classes"] > 10
+    assert 0 <= outcome["validation"]["probe_accuracy"] <= 1
+
+
 @pytest.mark.long
 def test_the_notebook_on_temperatures_of_images(home: Path, export: Path) -> None:
     (home / "runs" / "clip-short").mkdir(exist_ok=True)

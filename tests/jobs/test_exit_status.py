@@ -20,7 +20,7 @@ from jobs.engine import revision
 from jobs.engine.command_line import fail, job_of, run_job, with_hint
 from jobs.engine.revision import checkout_revision, revision_tags
 from jobs.studies.sweeps import presets as sweeps
-from jobs.tasks.presets import classifiers, clip, language_models, sentences
+from jobs.tasks.presets import classifiers, clip, images, language_models, sentences
 from pipelines.local_copy import check_source
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +34,7 @@ REFUSED = {
     "train_lm gpt2-scratch-small --dry-run": SAMPLE,
     "train_clip clip-cc3m-clip-small --data.train nowhere": "nowhere",
     "train_sentences declutr-small-small --data.train nowhere": "nowhere",
+    "train_images simclr-cifar10-small --data.train nowhere": "nowhere",
     "train_classifier triple-entropy-small --data.directory nowhere": "nowhere",
     "sweep gpt2-rho-lr-small --base.data.train nowhere": "nowhere",
     "sweep clip-rho-lr-small --dry-run": SAMPLE,
@@ -93,6 +94,7 @@ def test_every_job_shows_its_help_also_where_ray_unpacks_it(
     enter_uploaded(tmp_path, monkeypatch)
     presets = {
         "train_lm": "gpt2-scratch-small", "train_clip": "clip-cc3m-tempnet-small", "train_sentences": "declutr-small-small",
+        "train_images": "simclr-cifar10-small",
         "train_classifier": "triple-entropy-small", "sweep": "gpt2-rho-lr-small", "prepare_features": "frozen-small",
         "reproduce": "T4",
     }  # fmt: skip
@@ -187,7 +189,7 @@ def test_commands_and_workers_start_without_what_they_need_later_or_not_at_all()
     commands = sorted({*JOBS} - {"prepare_images", "prepare_text", "sample_data"})
     files = sorted((ROOT / "jobs/tasks").glob("*/task.py"))
     parts = [f"jobs.tasks.{path.parent.name}.task" for path in files]
-    assert len(parts) == 4
+    assert len(parts) == 5
     code = f"""
 import importlib, sys
 def load(heavy, *names):
@@ -253,7 +255,7 @@ def test_the_command_that_makes_what_is_missing_is_named(tmp_path: Path, monkeyp
     for message in ("runs/mine/export is missing", "run.num_steps = 0 must be positive"):
         assert with_hint(message) == message
     modules = {"train_lm": language_models, "train_clip": clip, "train_sentences": sentences, "sweep": sweeps}
-    for job, module in {**modules, "train_classifier": classifiers}.items():
+    for job, module in {**modules, "train_images": images, "train_classifier": classifiers}.items():
         assert {job_of(name) for name in module.PRESETS} == {job}
     for refused in ("model.path = 'model' is no local directory, and", "tokenizer = 'model' cannot be loaded"):
         assert with_hint(refused).endswith("of your own: give --model.path")

@@ -41,7 +41,7 @@ from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
 from jobs.scoring.temperatures.config import PredictPairTemperaturesConfig, PredictTemperaturesConfig
 from jobs.studies.reproduction.experiments import EXPERIMENTS
 from jobs.studies.sweeps import presets as sweeps
-from jobs.tasks.presets import classifiers, clip, language_models, sentences
+from jobs.tasks.presets import classifiers, clip, images, language_models, sentences
 
 ROOT = Path(__file__).parents[2]
 JOBS = sorted(
@@ -66,6 +66,7 @@ PARSERS: dict[str, Callable[[Sequence[str]], Any]] = {
     "train_lm": of_presets(language_models.PRESETS, "train_lm"),
     "train_clip": of_presets(clip.PRESETS, "train_clip"),
     "train_sentences": of_presets(sentences.PRESETS, "train_sentences"),
+    "train_images": of_presets(images.PRESETS, "train_images"),
     "train_classifier": of_presets(classifiers.PRESETS, "train_classifier"),
     "sweep": of_presets(sweeps.PRESETS, "sweep"),
     "analyse": lambda arguments: parse_subcommand(arguments, analyse.ANALYSES, job="analyse", description=""),

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from pyarrow.fs import FileSelector, FileType
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from jobs.engine.cluster import start_ray
 from jobs.engine.fields import absolute_path, named_values
@@ -102,7 +101,7 @@ def retrieval_sources(config: EvaluateClipConfig) -> dict[str, PrepareImagesConf
     }
 
 
-def retrieval_sets(config: EvaluateClipConfig, tokenizer: PreTrainedTokenizerFast) -> Iterator[DataSet]:
+def retrieval_sets(config: EvaluateClipConfig) -> Iterator[DataSet]:
     """Check all retrieval sets before Ray is started, and prepare them one after the other."""
     sources = retrieval_sources(config)
     for source in sources.values():
@@ -111,7 +110,7 @@ def retrieval_sets(config: EvaluateClipConfig, tokenizer: PreTrainedTokenizerFas
         start_ray()
     for name, source in sources.items():
         manifest = prepare_images(source, config.run.prepared_directory, max_bad_share_field="max_bad_share")
-        pairs = PairSource(manifest=manifest, tokenizer=tokenizer, image_size=1)
+        pairs = PairSource(manifest=manifest, image_size=1)
         texts, owners = pairs.captions()
         figures = partial(_retrieval_figures, torch.from_numpy(owners), manifest.problems.total())
         yield DataSet(name=name, images=ImageSet.of_pairs(pairs), texts=texts, figures=figures)
@@ -166,7 +165,7 @@ def evaluate(config: EvaluateClipConfig) -> Results:
     models = [DualEncoderSpec.read(label, path) for label, path in zip(labels, config.models, strict=True)]
     encoders = [caption_encoder(model) for model in models]
     zero_shot = [zero_shot_set(config, name, uri) for name, uri in named_values("zero_shot", config.zero_shot).items()]
-    data = [*retrieval_sets(config, encoders[0].tokenizer), *zero_shot]
+    data = [*retrieval_sets(config), *zero_shot]
     units = {
         (model.label, one.name): encoding_units(model, config.precision, one.name, one.images, one.texts)
         for model in models

@@ -37,7 +37,6 @@ from jobs.scoring.dual_encoders.encoder import (
     DualEncoderSpec,
     EncodingUnit,
     ImageSet,
-    caption_encoder,
     embedding_store,
     encode_missing,
     encoding_units,
@@ -290,7 +289,7 @@ class PairMeasurement:
                 f"images = {config.images!r} has {manifest.num_images} readable images with captions, fewer than folds = "
                 f"{config.folds}: the interval is over images, so give more of them"
             )
-        pairs = PairSource(manifest=manifest, tokenizer=caption_encoder(self.model).tokenizer, image_size=1)
+        pairs = PairSource(manifest=manifest, image_size=1)
         texts, owners = pairs.captions()
         store, images = embedding_store(output), ImageSet.of_pairs(pairs)
         of_images, of_texts = encoding_units(self.model, config.precision, "images", images, texts)

@@ -16,14 +16,16 @@ from typing import Any, NamedTuple
 from jobs.engine.config import TrainingConfig
 from jobs.tasks.classifier.config import ClassifierConfig
 from jobs.tasks.dual_encoder.config import ClipConfig
+from jobs.tasks.image_encoder.config import ImageEncoderConfig
 from jobs.tasks.language_model.config import LanguageModelConfig
-from jobs.tasks.presets import classifiers, clip, language_models, sentences
+from jobs.tasks.presets import classifiers, clip, images, language_models, sentences
 from jobs.tasks.sentence_encoder.config import SentenceConfig
 
 PRESETS: dict[str, Callable[[], Any]] = {
     **language_models.PRESETS,
     **clip.PRESETS,
     **sentences.PRESETS,
+    **images.PRESETS,
     **classifiers.PRESETS,
 }
 """Preset name → function that returns its configuration, for all jobs; the names are distinct."""
@@ -45,6 +47,9 @@ _GPT2_MILLIONS = 124.4
 # (77 tokens).
 _PAIR_GFLOPS = {"microsoft/resnet-50": 8.2 + 2 * 0.066 * 30, "openai/clip-vit-base-patch32": 8.8 + 2 * 0.063 * 77}
 
+# Forward GFLOPs of one image of 224 × 224 pixels through a ResNet-18.
+_IMAGE_GFLOPS = 3.6
+
 # Beginning of a preset's name → GPU-hours per step, and the source of the timing.
 _PAPER_HOURS = {
     "gpt2-scratch": (1.28 * 8 / 10_000, "Table 14: 1.28 h for 10 000 steps on 8 A6000"),
@@ -58,7 +63,13 @@ _PAPER_HOURS = {
 
 # Rough core-seconds per step of the small presets, and of the start, validations and end of a run, from runs that were
 # made two at a time on two cores with busy neighbours.
-_SMALL_SECONDS = {LanguageModelConfig: 0.5, ClipConfig: 0.6, SentenceConfig: 0.45, ClassifierConfig: 0.25}
+_SMALL_SECONDS = {
+    LanguageModelConfig: 0.5,
+    ClipConfig: 0.6,
+    SentenceConfig: 0.45,
+    ClassifierConfig: 0.25,
+    ImageEncoderConfig: 0.3,
+}
 _SMALL_START = 45.0
 
 
@@ -100,6 +111,8 @@ def _flops_per_step(config: TrainingConfig) -> float:
         start = config.model.path or config.model.image_path
         forward = (_PAIR_GFLOPS.get(start) or _PAIR_GFLOPS[preset.path or preset.image_path]) * 1e9
         return size * forward * (1 if config.model.freeze else 3)
+    if isinstance(config, ImageEncoderConfig):
+        return 3 * 2 * size * _IMAGE_GFLOPS * 1e9 * (config.model.image_size / 224) ** 2
     if isinstance(config, LanguageModelConfig):
         num_parameters = 1e6 * (_millions(config, config.model.path) if config.model.path else _GPT2_MILLIONS)
         return (2 if config.model.is_frozen else 6) * num_parameters * size * config.data.context_length

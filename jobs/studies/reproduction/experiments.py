@@ -120,6 +120,7 @@ _UNIQUE = (
     *(_score(name, name, key, 100.0) for name, key in _RETRIEVAL.items()),
     *(_score(name, f"{name} top-1", key, 100.0) for name, key in _CLASSIFICATION.items()),
     _score("accuracy", "mean accuracy, %", "mean_accuracy", 100.0),
+    _score("probe", "linear probe, %", "validation/probe_accuracy", 100.0),
     _score("probing", "probing tasks, %", "mean_probing", 100.0),
     _score("millions", "millions", "parameters", 1e-6, is_exact=True),
     _score("parameters", "counted", "parameters", digits=0, is_exact=True),

@@ -7,19 +7,16 @@ from typing import Literal
 
 from jobs.engine.config import ValidationSection
 from jobs.engine.fields import PATH, added_later, check_not_negative, check_positive, check_share
-from jobs.tasks.config import ContrastiveSection, ContrastiveTrainingConfig, ReadSection
+from jobs.tasks.config import ContrastiveSection, ContrastiveTrainingConfig, ImageSection, ImageTowerSection
 from pipelines.images.views import AugmentationConfig
 from pipelines.local_copy import is_directory
 from pipelines.storage import join
 from tempnet.contrastive.config import LOSS_KINDS
 from tempnet.models.dual_encoder_config import TEXT_ENCODER_DIRECTORY
 
-MAX_IMAGE_SIZE = 4096
-"""Largest side of an image in pixels. Such an image takes 0.2 GiB as float32, and its activations many times as much."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairDataSection(ReadSection):
+class PairDataSection(ImageSection):
     """The images and captions, and how training views (augmented images) and tokens are made from them."""
 
     train: str = field(metadata=PATH)
@@ -35,8 +32,6 @@ class PairDataSection(ReadSection):
     """Splits of train_captions (Karpathy's format) to use. If empty: all."""
     validation_splits: tuple[str, ...] = ()
     """Splits of validation_captions (Karpathy's format) to use. If empty: all."""
-    key_dot: Literal["first", "last"] = field(default="first", metadata=added_later("first"))
-    """Dot of a member's name in a tar at which the key of its sample ends: webdataset's is the first."""
     tokenizer: str = field(default="", metadata=PATH)
     """Directory, URI or hub name of a Transformers fast tokenizer. If empty: the tokenizer of the text encoder."""
     num_text_tokens: int = 30
@@ -45,42 +40,22 @@ class PairDataSection(ReadSection):
     """Share of the training captions, in [0, 1], in which a word is deleted or replaced by "random" (TempNet Figure 5)."""
     view: Literal["random", "central"] = field(default="random", metadata=added_later("random"))
     """What training sees of an image. random: a random crop, which may be flipped and changed, another one in every epoch;
-    the next fields describe it. central: the central square of the resized image, as in validation, in every epoch."""
-    min_crop_scale: float = 0.5
-    """Smallest share of the image's area that a random training crop covers."""
-    flip_probability: float = 0.5
-    """Probability of flipping a training image horizontally. Set it to 0 if captions mention left and right."""
-    num_augmentations: int = 0
-    """Number of RandAugment operations applied to each training image."""
-    augmentation_magnitude: float = 7.0
-    """Strength of the RandAugment operations, from 0 to 10."""
-    num_readers: int = 1
-    """Number of concurrent tasks per worker that read and decode images. Ray reserves a quarter of a CPU for each."""
+    min_crop_scale and the fields after it describe it. central: the central square of the resized image, as in validation,
+    in every epoch."""
 
     def __post_init__(self) -> None:
-        ReadSection.__post_init__(self)
-        check_positive("data", self, "num_text_tokens", "min_crop_scale", "num_readers")
-        check_share("data", self, "caption_noise", "min_crop_scale", "flip_probability")
-        check_not_negative("data", self, "num_augmentations")
-        try:
-            _ = self.augmentation  # described with every view, so that a wrong value is always refused
-        except ValueError as error:  # only the magnitude is left to be refused
-            raise ValueError(f"data.augmentation_{error}") from error
+        ImageSection.__post_init__(self)
+        check_positive("data", self, "num_text_tokens")
+        check_share("data", self, "caption_noise")
 
     @property
     def augmentation(self) -> AugmentationConfig | None:
         """The configuration of the random augmentation of training images; None with the central view."""
-        described = AugmentationConfig(
-            min_scale=self.min_crop_scale,
-            flip_probability=self.flip_probability,
-            num_operations=self.num_augmentations,
-            magnitude=self.augmentation_magnitude,
-        )
-        return described if self.view == "random" else None
+        return self.describe_views() if self.view == "random" else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DualEncoderSection:
+class DualEncoderSection(ImageTowerSection):
     """The two encoders (towers): pretrained weights to start from, or the sizes of randomly initialised ones."""
 
     path: str = field(default="", metadata=PATH)
@@ -93,22 +68,10 @@ class DualEncoderSection:
     `freeze` and the central view (data.view)."""
     image_path: str = field(default="", metadata=PATH)
     """Directory, URI or hub name of a Transformers vision model for the image tower. If empty: a randomly initialised ResNet
-    of the sizes below."""
+    of the sizes image_widths to image_block."""
     text_path: str = field(default="", metadata=PATH)
     """Directory, URI or hub name of a Transformers text encoder for the text tower. If empty: a randomly initialised
     DistilBERT of the sizes below."""
-    image_size: int = 224
-    """Side of the square input images in pixels, at most 4 096."""
-    embedding_size: int = 256
-    """Dimension of the shared embedding space of both towers."""
-    image_widths: tuple[int, ...] = (256, 512, 1024, 2048)
-    """Number of channels of each stage of a random ResNet."""
-    image_depths: tuple[int, ...] = (3, 4, 6, 3)
-    """Number of blocks in each stage of a random ResNet; as many values as image_widths."""
-    image_stem_width: int = 64
-    """Number of channels of the stem of a random ResNet."""
-    image_block: Literal["bottleneck", "basic"] = "bottleneck"
-    """Type of the blocks of a random ResNet."""
     text_hidden_size: int = 768
     """Hidden size of a random DistilBERT; must be a multiple of text_num_heads."""
     text_num_layers: int = 6
@@ -121,19 +84,9 @@ class DualEncoderSection:
     """Attention implementation of Transformers in the text tower. `eager` is the faster one for captions on CPUs."""
 
     def __post_init__(self) -> None:
-        check_positive("model", self, "image_size", "embedding_size", "image_stem_width", "text_hidden_size",
-                       "text_num_layers", "text_num_heads")  # fmt: skip
+        ImageTowerSection.__post_init__(self)
+        check_positive("model", self, "text_hidden_size", "text_num_layers", "text_num_heads")
         check_share("model", self, "text_dropout")
-        if self.image_size > MAX_IMAGE_SIZE:
-            raise ValueError(
-                f"model.image_size = {self.image_size} is above {MAX_IMAGE_SIZE}: as float32, one view alone takes "
-                f"{12 * self.image_size**2 / 2**30:,.1f} GiB, and a worker holds its whole share of the batch at a time"
-            )
-        if len(self.image_widths) != len(self.image_depths) or min(*self.image_widths, *self.image_depths) < 1:
-            raise ValueError(
-                f"model.image_widths = {self.image_widths} and model.image_depths = {self.image_depths} must be equally "
-                "many positive numbers, one a stage"
-            )
         if not (self.path or self.text_path) and self.text_hidden_size % self.text_num_heads:
             raise ValueError(
                 f"model.text_hidden_size = {self.text_hidden_size} is not divisible by "

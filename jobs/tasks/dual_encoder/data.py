@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from jobs.tasks.base import autocast_dtype, cache_bytes, check_continues, check_resources, check_vocabulary, load_stored
+from jobs.tasks.base import autocast_dtype, check_continues, check_vocabulary, load_stored
 from jobs.tasks.dual_encoder.config import ClipConfig
+from jobs.tasks.images import build_image_tower, cache_for
 from pipelines.features import PairEmbeddings, features_directory
 from pipelines.images.manifest import ImageManifest
 from pipelines.images.pairs import PairSource
-from pipelines.images.prepare import PrepareImagesConfig, describe, prepare_images
 from pipelines.local_copy import checked_copy
 from pipelines.text.tokenization import load_tokenizer, tokenizer_digest
 from tempnet.base_model import BaseReference
@@ -25,44 +23,6 @@ from tempnet.models.dual_encoder import DualEncoder, TemperatureDualEncoder, enc
 from tempnet.models.dual_encoder_config import DualEncoderConfig
 from tempnet.models.towers import load_tower, random_tower
 from tempnet.network import TempNet
-
-
-def preparation(config: ClipConfig, split: str) -> PrepareImagesConfig:
-    """Return the configuration of the data preparation for `train` or `validation`."""
-    data = config.data
-    return PrepareImagesConfig(
-        source=getattr(data, split),
-        captions=getattr(data, f"{split}_captions"),
-        splits=getattr(data, f"{split}_splits"),
-        max_bad_share=data.max_bad_share,
-        key_dot=data.key_dot,
-    )
-
-
-def prepare_split(config: ClipConfig, split: str) -> ImageManifest:
-    """Return the manifest of `train` or `validation`, preparing the data unless this was done before.
-
-    The prepared data are kept in the directory of prepared data, which runs share.
-    """
-    started = time.monotonic()
-    check_resources(config.data)
-    manifest = prepare_images(
-        preparation(config, split),
-        config.run.prepared_directory,
-        max_bad_share_field="data.max_bad_share",
-        resources=config.data.resources,
-    )
-    print(f"{split:<12} {describe(manifest, time.monotonic() - started)}", flush=True)
-    cache_for(config, manifest, split)
-    return manifest
-
-
-def cache_for(config: ClipConfig, manifest: ImageManifest, split: str = "") -> int:
-    """Return the size of the node's cache for a split; one that is too small is reported if the split is named."""
-    is_remote = "://" in manifest.source and not manifest.source.startswith("file:")
-    plan = manifest.plan(seed=config.run.seed, window_size=config.data.shuffle_window)
-    shard_bytes = [shard.num_bytes if is_remote else 0 for shard in manifest.shards]
-    return cache_bytes(config.data, plan=plan, shard_bytes=shard_bytes, split=split)
 
 
 def pair_source(config: ClipConfig, manifest: ImageManifest) -> PairSource:
@@ -77,11 +37,6 @@ def pair_source(config: ClipConfig, manifest: ImageManifest) -> PairSource:
         caption_noise=config.data.caption_noise,
         cache_bytes=cache_for(config, manifest),
     )
-
-
-def random_pairs(num_pairs: int, count: int, seed: int) -> np.ndarray:
-    """Draw the sorted IDs of `count` distinct pairs, the same on every rank."""
-    return np.sort(np.random.default_rng([seed, num_pairs]).choice(num_pairs, size=count, replace=False))
 
 
 def refer_to_towers(config: ClipConfig) -> BaseReference:
@@ -139,7 +94,8 @@ def build_encoder(config: ClipConfig, tokenizer: PreTrainedTokenizerFast) -> Dua
             image_size=settings.image_size,
             num_text_tokens=config.data.num_text_tokens,
         )
-        image_tower, text_tower = _image_tower(config), _text_tower(config, tokenizer)
+        image_tower = build_image_tower(settings, settings.image_path, "model.image_path")
+        text_tower = _text_tower(config, tokenizer)
         encoder = DualEncoder(image_tower, text_tower, sizes, autocast_dtype=autocast_dtype(config))
     encoder.text_encoder.set_attn_implementation(settings.text_attention)
     check_vocabulary(encoder.text_encoder, tokenizer, config.tokenizer, what="text encoder")
@@ -158,20 +114,6 @@ def encoder_sizes(config: ClipConfig) -> DualEncoderConfig:
         if wanted != found:
             raise ValueError(f"{field} = {wanted}, but model.path = {settings.path!r} was made for {found}")
     return sizes
-
-
-def _image_tower(config: ClipConfig) -> PreTrainedModel:
-    settings = config.model
-    if settings.image_path:
-        return load_tower(checked_copy(settings.image_path, "model.image_path = "), "image")
-    return random_tower(
-        "resnet",
-        "image",
-        embedding_size=settings.image_stem_width,
-        hidden_sizes=list(settings.image_widths),
-        depths=list(settings.image_depths),
-        layer_type=settings.image_block,
-    )
 
 
 def _text_tower(config: ClipConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:

@@ -29,10 +29,9 @@ from jobs.tasks.dual_encoder.data import (
     encoder_sizes,
     find_embeddings,
     pair_source,
-    preparation,
-    prepare_split,
     refer_to_towers,
 )
+from jobs.tasks.images import preparation, prepare_split
 from pipelines.images.captions import CaptionEncoder
 from pipelines.images.manifest import ImageManifest
 from pipelines.images.prepare import check_source

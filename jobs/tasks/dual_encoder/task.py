@@ -22,8 +22,9 @@ from jobs.tasks.base import (
     to_device,
 )
 from jobs.tasks.dual_encoder.config import ClipConfig
-from jobs.tasks.dual_encoder.data import add_loss, build_encoder, pair_source, random_pairs
+from jobs.tasks.dual_encoder.data import add_loss, build_encoder, pair_source
 from jobs.tasks.dual_encoder.validation import MAX_PAIRS_COMPARED, HeldOut, RetrievalSet, rivals, score
+from jobs.tasks.images import random_pairs
 from pipelines.features import EmbeddingSource, PairEmbeddings
 from pipelines.images.manifest import ImageManifest
 from pipelines.images.pairs import PairSource

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 
 from jobs.engine.config import EncoderSection, RunSection, ValidationSection
 from jobs.engine.fields import PATH, added_later, check_not_negative, check_positive, check_share
-from jobs.tasks.config import ContrastiveSection, ContrastiveTrainingConfig, TextSection
+from jobs.tasks.config import ContrastiveTrainingConfig, TextSection, UnimodalSection
 from pipelines.sentences.spans import SpanConfig
-from tempnet.contrastive.config import LOSS_KINDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,28 +56,6 @@ class ObjectiveSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DocumentTemperatureSection(ContrastiveSection):
-    """The contrastive loss and its temperatures (`tempnet.contrastive.config`); anchors and positives share one TempNet."""
-
-    loss: str = "clip_fixed"
-    """Name of the loss: clip_fixed (NT-Xent at the fixed temperature tau), clip (one learned temperature), tempnet,
-    tempnet_in_batch, temperature_free, sogclr, isogclr (one temperature for every document), fastclip_v0, fastclip_v1,
-    fastclip_v2, fastclip_v3, siglip, neuclip or tempnet_neuclip."""
-    tau: float | None = 0.05
-    """The fixed temperature, or the initial value of a learned one. None: 0.01 for losses normalised over all data,
-    0.07 for losses normalised over the batch."""
-
-    def __post_init__(self) -> None:
-        ContrastiveSection.__post_init__(self)
-        if LOSS_KINDS[self.loss].is_cyclic or LOSS_KINDS[self.loss].temperature == "given":
-            raise ValueError(f"temperature.loss = {self.loss!r} is for images with captions")
-        if self.target_tau is not None:
-            raise ValueError(
-                f"temperature.target_tau = {self.target_tau:g}: ρ is steered for language models and for images with captions"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SpanValidationSection(ValidationSection):
     """Validation on held-out documents: whether an anchor is nearest to its own positive, and the MLM loss."""
 
@@ -101,7 +78,7 @@ class SentenceConfig(ContrastiveTrainingConfig):
     run: RunSection
     model: SentenceEncoderSection = field(default_factory=SentenceEncoderSection)
     objective: ObjectiveSection = field(default_factory=ObjectiveSection)
-    temperature: DocumentTemperatureSection = field(default_factory=DocumentTemperatureSection)
+    temperature: UnimodalSection = field(default_factory=UnimodalSection)
     validation: SpanValidationSection = field(default_factory=SpanValidationSection)
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from jobs.tasks import base
-from jobs.tasks.base import autocast_dtype, naming_field
+from jobs.tasks.base import autocast_dtype, naming_field, unimodal_loss, unimodal_networks
 from jobs.tasks.config import check_sizes
 from jobs.tasks.sentence_encoder.config import SentenceConfig
 from jobs.tasks.text import cache_for, describe_data, prepare_split, prepare_training_text
@@ -21,11 +21,8 @@ from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import DocumentConfig
 from pipelines.text.tokenization import SpecialTokens, load_tokenizer
-from tempnet.contrastive.normalisers import NormaliserNet
-from tempnet.contrastive.state import SampleState, World
-from tempnet.contrastive.unimodal import UnimodalLoss
+from tempnet.contrastive.state import World
 from tempnet.models.sentence_encoder import TemperatureSentenceEncoder, num_positions
-from tempnet.network import TempNet
 
 MIN_POSITIONS = 128
 """Positions of a new encoder, also where it is trained on shorter spans: what is longer would be cut when it is used."""
@@ -128,13 +125,7 @@ def build_encoder(config: SentenceConfig, tokenizer: PreTrainedTokenizerFast) ->
 
 def build_networks(config: SentenceConfig, width: int) -> dict[str, Any]:
     """Return the loss's new networks, which read embeddings of the given width, by the names that `UnimodalLoss` has."""
-    temperature = config.temperature
-    networks: dict[str, Any] = {}
-    if config.is_contrastive and temperature.needs_tempnets:
-        networks["tempnet"] = TempNet(temperature.network_config(width))
-    if config.is_contrastive:
-        networks["normaliser"] = NormaliserNet.for_loss(temperature.loss_config, width, temperature.num_prototypes)
-    return networks
+    return unimodal_networks(config.temperature, width) if config.is_contrastive else {}
 
 
 def build_model(
@@ -145,20 +136,16 @@ def build_model(
     The number may be unknown (None) if the loss keeps no state of documents.
     """
     encoder = build_encoder(config, tokenizer)
-    networks, world = build_networks(config, int(encoder.config.hidden_size)), World.current()
     loss = None
     if config.is_contrastive:
-        settings, state = config.temperature.loss_config, None
-        if columns := settings.state_columns:
-            assert num_documents is not None  # `make_plan` refuses the other case.
-            state = SampleState(num_documents, columns, world=world, device=device)
-        loss = UnimodalLoss(settings, **networks, state=state, world=world)
+        width = int(encoder.config.hidden_size)
+        loss = unimodal_loss(config.temperature, width, num_samples=num_documents, device=device)
     module = TemperatureSentenceEncoder(
         encoder,
         loss,
         contrastive_weight=config.objective.contrastive_weight,
         mlm_weight=config.objective.mlm_weight,
-        world=world,
+        world=World.current(),
         autocast_dtype=autocast_dtype(config),
     )
     return module.to(device)

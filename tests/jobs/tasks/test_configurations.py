@@ -20,10 +20,12 @@ from jobs.studies.cross_validation import make_cross_validation
 from jobs.studies.sweeps import presets as sweep_presets
 from jobs.tasks.classifier.data import read_data
 from jobs.tasks.config import check_sizes
-from jobs.tasks.dual_encoder.data import build_encoder, preparation
+from jobs.tasks.dual_encoder.data import build_encoder
 from jobs.tasks.dual_encoder.plan import make_plan as make_pair_plan
+from jobs.tasks.image_encoder.plan import make_plan as make_image_plan
+from jobs.tasks.images import preparation
 from jobs.tasks.language_model.plan import make_plan as make_text_plan
-from jobs.tasks.presets import classifiers, clip, language_models, sentences
+from jobs.tasks.presets import classifiers, clip, images, language_models, sentences
 from jobs.tasks.sentence_encoder.plan import make_plan as make_sentence_plan
 from pipelines.images.prepare import check_source
 from pipelines.text.tokenization import train_bpe, train_wordpiece
@@ -37,6 +39,7 @@ PAIRS = (
     "train_clip clip-cc3m-tempnet-small --data.train images --data.validation images --data.tokenizer wordpiece"
     + SHARED
 )
+IMAGES = "train_images simclr-cifar10-small --data.train images --data.validation images" + SHARED
 SENTENCES = f"train_sentences declutr-small-small {TEXTS} wordpiece" + SHARED
 STREAMING = SENTENCES + "--data.prepare streaming "
 CLASSIFIER = (
@@ -145,6 +148,16 @@ REFUSED: dict[str, dict[str, str]] = {
         "--data.caption-noise 1.5": "data.caption_noise = 1.5 must lie in [0, 1]",
         "--data.min-crop-scale 0": "data.min_crop_scale = 0.0 must be positive",
         "--data.augmentation-magnitude 11": "data.augmentation_magnitude = 11 must lie in [0, 10]",
+    },
+    IMAGES: {
+        "--data.label=": "data.label is empty: give folder, cls, or the name of a field of the .json",
+        "--data.grey-probability 2": "data.grey_probability = 2 must lie in",
+        "--data.augmentation-magnitude 11": "data.augmentation_magnitude = 11 must lie in [0, 10]",
+        "--validation.regularisation 0": "validation.regularisation = 0.0 must be positive",
+        "--temperature.loss cyclip": "temperature.loss = 'cyclip' is for images with captions",
+        "--workers.activation-checkpointing": "workers.activation_checkpointing = True is for text models",
+        "--optimizer.micro-batch-size 4": "a contrastive loss compares all samples of the batch",
+        "--model.path wordpiece": "wordpiece",
     },
     SENTENCES: {
         "--data.num-anchors 0": "data.num_anchors = 0 must be positive",
@@ -273,6 +286,7 @@ def parse(command: str) -> Any:
         "train_lm": language_models,
         "train_clip": clip,
         "train_sentences": sentences,
+        "train_images": images,
         "train_classifier": classifiers,
         "sweep": sweep_presets,
     }
@@ -315,6 +329,7 @@ PLANNED = {
     f"{PAIRS} --temperature.rho 7": ["ρ = 7 is not below log(127 negatives of a batch) = 4.84"],
     f"{PAIRS} --model.path encoder --model.freeze": ["(frozen)"],
     f"{PAIRS} --model.image-path vit --model.image-size 32": ["32"],
+    IMAGES: ["clip_fixed, τ = 0.5", "128 images in two views: 2 workers × 64; each view against 254 others"],
     f"{SENTENCES} --temperature.loss tempnet --temperature.rho 3":
         ["1 × tempnet, ρ = 3 + 1 × MLM", "2 anchors of 8 to 32 tokens", "each anchor against 126 others"],
     f"{CLASSIFIER} --grid.num-centers 3 5": [
@@ -326,7 +341,12 @@ PLANNED = {
 
 @pytest.mark.parametrize("command", PLANNED)
 def test_a_plan_says_what_will_happen(command: str) -> None:
-    makers = {"train_lm": make_text_plan, "train_clip": make_pair_plan, "train_sentences": make_sentence_plan}
+    makers = {
+        "train_lm": make_text_plan,
+        "train_clip": make_pair_plan,
+        "train_sentences": make_sentence_plan,
+        "train_images": make_image_plan,
+    }
     text = makers.get(command.split()[0], make_cross_validation)(parse(command)).describe()
     assert all(part in text for part in PLANNED[command]), text
     assert ("negatives of a batch" in text) == ("--temperature.rho 7" in command)

@@ -23,11 +23,11 @@ from jobs.engine.fields import (
 from jobs.engine.tracking import run_tags
 from jobs.studies.reproduction.config import ReproduceConfig
 from jobs.studies.sweeps import presets as sweeps
-from jobs.tasks.presets import classifiers, clip, language_models, sentences
+from jobs.tasks.presets import classifiers, clip, images, language_models, sentences
 from tempnet.contrastive.config import LOSS_KINDS, check_negatives
 from tempnet.rho import check_rho
 
-RUNS: dict[str, Callable[[], Any]] = {**language_models.PRESETS, **clip.PRESETS, **sentences.PRESETS}
+RUNS: dict[str, Callable[[], Any]] = {**language_models.PRESETS, **clip.PRESETS, **sentences.PRESETS, **images.PRESETS}
 PRESETS: dict[str, Callable[[], Any]] = {**RUNS, **classifiers.PRESETS, **sweeps.PRESETS}
 HASHES = {
     "gpt2-scratch": "56b55c3fed0f",
@@ -117,7 +117,8 @@ def test_every_preset_is_found_by_its_name_and_its_place_in_a_paper(name: str) -
     config = PRESETS[name]()
     tags = run_tags(config, getattr(config, "base", config).tracking)
     assert (tags["preset"], tags["configuration_hash"]) == (name, configuration_hash(config))
-    ours = ("frozen", "frozen-small", "frozen-rho-lr-small", "declutr-small-tempnet", "declutr-small-tempnet-small")
+    ours = ("frozen", "frozen-small", "frozen-rho-lr-small", "declutr-small-tempnet", "declutr-small-tempnet-small",
+            "simclr-cifar10-tempnet", "simclr-cifar10-tempnet-small")  # fmt: skip
     assert ("paper.table" in tags) == (name not in ours)
     if "Table" in tags.get("paper.table", "") and "-small" not in name and "rho-lr" not in name:
         assert tags["paper.table"].partition(", ")[2] in (PRESETS[name].__doc__ or "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import tarfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from support import tiny_config
+from support import tiny_config, with_sections
 from task_support import sample_states, tiny_clip_config, tiny_sentences, write_smooth_tower
 from tokenizers import Tokenizer
 
@@ -73,6 +74,21 @@ def dual_encoder(home: Path, name: str, sections: dict[str, dict[str, Any]]) -> 
 
     own = {"model": {"image_path": str(home / "smooth")}, "optimizer": GENTLE}
     return make_plan(tiny_clip_config(home / "images", home / "runs", name, **merged(SHARED, own, sections)))
+
+
+def image_encoder(home: Path, name: str, sections: dict[str, dict[str, Any]]) -> Any:
+    from jobs.tasks.image_encoder.plan import make_plan
+    from jobs.tasks.presets.images import PRESETS
+
+    own = {
+        "run": {"name": name, "storage": str(home / "runs")},
+        "data": {"train": str(home / "images" / "train"), "validation": str(home / "images" / "validation")},
+        "model": {"path": str(home / "smooth"), "image_size": 32, "embedding_size": 16},
+        "temperature": {"loss": "tempnet", "rho": 1.0, "hidden_size": 8, "num_prototypes": 8, **TAU_RANGE},
+        "optimizer": {"batch_size": 16, **GENTLE},
+        "workers": {"precision": "fp32", "num_threads": 1, "zero_stage": 1},
+    }
+    return make_plan(with_sections(PRESETS["simclr-cifar10-small"](), merged(SHARED, own, sections)))
 
 
 def sentences(home: Path, name: str, sections: dict[str, dict[str, Any]]) -> Any:
@@ -181,6 +197,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, dict[str, Any]]]] = {
         dual_encoder,
         {"temperature": {"loss": "isogclr", "target_tau": None, "tau": 0.2, "tau_step": 1e-3, **TAU_RANGE}},
     ),
+    "images": (image_encoder, {}),
     "sentences": (sentences, {}),
     "classifier": (classifier, {"workers": {"zero_stage": 1}}),
     "supcon": (classifier, {"setting": {"contrastive_weight": 0.9}}),
@@ -250,7 +267,7 @@ def test_a_run_leaves_its_report_and_its_figures(site: Site, case: str) -> None:
     if pages.get(case):
         assert f"{math.exp(outcome['validation']['cross_entropy']):.2f}" in summary
         assert ("regret" in summary) == ("ρ" in summary) == (case in ("lm", "frozen"))
-    if case in ("classifier", "supcon", "distil", "finetune"):  # they learn no temperatures
+    if case in ("classifier", "supcon", "distil", "finetune", "images"):  # no temperatures of theirs are judged
         return
     figures = outcome["rivals"]
     for prefix in ("image/", "text/") if case.startswith("clip") else ("",):
@@ -402,6 +419,37 @@ def test_of_dual_encoders_the_best_model_is_exported(site: Site) -> None:
     assert recall(image, text, owners)["mean_recall"] == pytest.approx(best["mean_recall"], abs=1e-6)
     assert outcome["best_rating"] == best["mean_recall"]
     assert cross_entropy(image, text, owners, tau) == pytest.approx(best["cross_entropy_tau"], rel=1e-4)
+
+
+def test_image_encoders_are_exported_for_transformers_and_a_linear_probe_scores_them(site: Site) -> None:
+    from transformers import AutoModel
+
+    from jobs.tasks.image_encoder.data import probe_accuracy
+    from jobs.tasks.images import prepare_split
+    from pipelines.images.pairs import PairSource
+    from tempnet import TempNet
+    from tempnet.network import PAIRED_DIRECTORY
+
+    outcome = site.alone("images")
+    export = Path(outcome["export"])
+    assert TempNet.from_pretrained(export / PAIRED_DIRECTORY).config.input_size == 16
+    model, read = AutoModel.from_pretrained(export), json.loads((export / "preprocessor_config.json").read_text())
+    mean, std = (torch.tensor(read[name]).view(3, 1, 1) for name in ("image_mean", "image_std"))
+    features, concepts = [], []
+    for split in ("train", "validation"):
+        manifest = prepare_split(image_encoder(site.home, "images-1", {}).config, split)
+        source = PairSource(manifest=manifest, image_size=32)
+        concepts.append(source.captions()[0])
+        pixels = torch.from_numpy(source.read_images(range(manifest.num_images))).permute(0, 3, 1, 2) / 255
+        with torch.no_grad():
+            features.append(model((pixels - mean) / std)["pooler_output"].flatten(1).numpy())
+    (train, held_out), (labels, expected) = features, map(np.array, concepts)
+    with tarfile.open(site.home / "images" / "validation" / "00000.tar") as tar:
+        records = [json.loads(tar.extractfile(one).read()) for one in tar if one.name.endswith(".json")]  # type: ignore[union-attr]
+    assert [record["concept"] for record in records] == expected.tolist()
+    assert outcome["num_images_of_unknown_class"] == sum(concept not in labels for concept in expected)
+    scored = probe_accuracy(train, labels, held_out, expected, regularisation=1.0)
+    assert outcome["validation"]["probe_accuracy"] == pytest.approx(scored, abs=0.051)  # an image may lie at a border
 
 
 def test_sentence_encoders_and_classifiers_are_exported_for_transformers(site: Site) -> None:

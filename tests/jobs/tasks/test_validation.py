@@ -14,6 +14,7 @@ from scipy.stats import spearmanr
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from jobs.tasks.dual_encoder.validation import HeldOut, one_temperature
+from jobs.tasks.image_encoder.data import probe_accuracy
 from jobs.tasks.language_model.report import coloured_page
 from jobs.tasks.language_model.validation import ValidationPart, validate
 from jobs.tasks.sentence_encoder.task import SpanStatistics
@@ -172,6 +173,30 @@ def test_a_sentence_encoders_step_leaves_out_what_it_has_not() -> None:
     assert summary("clip", [None, None], 2.5).keys() == {"share_crowded", "mlm_loss"}
     free = summary("temperature_free", [torch.ones(2, 2), torch.ones(2, 2)], None)
     assert free == {"share_crowded": pytest.approx(1 / 8)}
+
+
+@pytest.mark.parametrize("strength", [0.01, 1.0])
+def test_the_linear_probe_is_a_logistic_regression_on_standardised_features(strength: float) -> None:
+    torch.manual_seed(0)
+    labels = torch.arange(120) % 3
+    features = 5 + (torch.randn(120, 4) + torch.nn.functional.one_hot(labels, 4)) * torch.tensor([1.0, 10.0, 0.1, 1.0])
+    train, held_out = features[:80].double(), features[80:].double()
+    arrays = (train.numpy(), labels[:80].numpy(), held_out.numpy(), labels[80:].numpy())
+    train, held_out = ((x - train.mean(0)) / train.std(0, correction=0) for x in (train, held_out))
+    weights = torch.zeros(3, 5, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights], max_iter=500, tolerance_grad=1e-9, line_search_fn="strong_wolfe")
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        logits = train @ weights[:, 1:].T + weights[:, 0]
+        of_data = F.cross_entropy(logits, labels[:80], reduction="sum")
+        total = strength * of_data + weights[:, 1:].square().sum() / 2
+        total.backward()
+        return total
+
+    optimizer.step(loss)
+    right = (held_out @ weights[:, 1:].T + weights[:, 0]).argmax(-1) == labels[80:]
+    assert probe_accuracy(*arrays, regularisation=strength) == pytest.approx(right.double().mean().item())
 
 
 def spans(page: str) -> list[tuple[str, ...]]:

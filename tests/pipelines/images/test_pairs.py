@@ -134,6 +134,17 @@ def test_digests_speak_of_content_and_order_only(manifest: ImageManifest, tmp_pa
     assert len(digests) == 4
 
 
+def test_several_views_begin_with_the_only_one_and_need_no_tokenizer(manifest: ImageManifest) -> None:
+    one, two = everything(source(manifest), epoch=3), everything(source(manifest, num_views=2, tokenizer=None), epoch=3)
+    assert two.keys() == {"images", "ids", "image_ids", "digest"}
+    assert two["images"].shape == (15, 2, 16, 16, 3)
+    assert np.array_equal(two["images"][:, 0], one["images"])
+    assert all((views[0] != views[1]).any() for views in two["images"])
+    again = everything(source(manifest, num_views=2, tokenizer=None), epoch=3)
+    assert np.array_equal(two["images"], again["images"])
+    assert len({*two["digest"], *everything(source(manifest, num_views=2, tokenizer=None))["digest"]}) == 30
+
+
 def test_a_batch_holds_what_the_contract_says(manifest: ImageManifest) -> None:
     batch = everything(source(manifest))
     assert {name: (value.shape, value.dtype.name) for name, value in batch.items()} == {

@@ -160,3 +160,42 @@ def test_a_manifest_is_read_again_and_another_kind_version_or_none_is_refused(tm
     file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 2}))
     with pytest.raises(ValueError, match="does not hold prepared text of version 4"):
         Manifest.load(directory)
+
+
+@pytest.mark.parametrize(
+    ("label", "beside", "lost"),
+    [
+        ("folder", {"a/cat/1": (), "b/dog/2": (), "3": ()}, {"images that the captions do not name": 1}),
+        (
+            "cls",
+            {"1": (("cls", b"cat"),), "2": (("cls", b"dog\n"),), "3": (("txt", b"a caption"),)},
+            {"missing_caption": 1, ".txt": 1},
+        ),
+        (
+            "kind",
+            {"1": (("json", b'{"kind": "cat"}'),), "2": (("json", b'{"kind": "dog"}'),), "3": (("json", b"{}"),)},
+            {"missing_caption": 1},
+        ),
+    ],
+)
+def test_classes_take_the_place_of_captions(
+    label: str, beside: dict[str, tuple[tuple[str, bytes], ...]], lost: dict[str, int], tmp_path: Path
+) -> None:
+    files = {f"{key}.{suffix}": data for key, more in beside.items() for suffix, data in (("jpg", jpeg()), *more)}
+    (tmp_path / "a.tar").write_bytes(tar(files.items()))
+    config = PrepareImagesConfig(source=str(tmp_path / "a.tar"), label=label, max_bad_share=0.5)
+    manifest = prepare_images(config, str(tmp_path / "prepared"))
+    assert read_index(manifest, 0).column("caption").to_pylist() == ["cat", "dog"]
+    assert {**manifest.problems, **manifest.left_out} == lost
+    for name, data in files.items():
+        (tmp_path / "files" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "files" / name).write_bytes(data)
+    config = PrepareImagesConfig(source=str(tmp_path / "files"), label=label)
+    if label == "folder":
+        manifest = prepare_images(config, str(tmp_path / "prepared"))
+        assert read_index(manifest, 0).column("caption").to_pylist() == ["cat", "dog"]
+    else:
+        with pytest.raises(ValueError, match=f"or label must be folder instead of '{label}'"):
+            check_source(config)
+    with pytest.raises(ValueError, match=r"takes the place of captions"):
+        PrepareImagesConfig(source="x", captions="y", label=label)

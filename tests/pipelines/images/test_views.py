@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 import io
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from pipelines.images.views import (
     rand_augment,
     random_crop,
     training_view,
+    turn_hue,
 )
 
 
@@ -234,3 +236,18 @@ def test_rand_augment_is_a_function_of_the_generator_and_does_nothing_at_magnitu
     dot.putpixel((50, 50), (255, 255, 255))
     shifted = np.asarray(OPERATIONS["shift_x"](dot, 0.2))[..., 0] == 255
     assert np.argwhere(shifted).tolist() == [[50, 41]]
+
+
+def test_hues_are_turned_as_colorsys_turns_them_and_grey_views_have_no_colour() -> None:
+    image = smooth(20, 20)
+    found = np.asarray(turn_hue(image, 0.2)) / 255
+    for place in np.ndindex(20, 20):
+        hue, saturation, value = colorsys.rgb_to_hsv(*np.asarray(image)[place] / 255)
+        np.testing.assert_allclose(found[place], colorsys.hsv_to_rgb(hue + 0.2, saturation, value), atol=0.05)
+    data, rng = encode(image), np.random.default_rng(0)
+    grey = training_view(data, 16, AugmentationConfig(grey_probability=1.0), rng)
+    assert (grey == grey[..., :1]).all()
+    views = [training_view(data, 16, AugmentationConfig(colour_jitter=0.5), np.random.default_rng(1)) for _ in range(2)]
+    assert np.array_equal(*views)
+    plain = training_view(data, 16, AugmentationConfig(), np.random.default_rng(1))
+    assert not np.array_equal(views[0], plain)

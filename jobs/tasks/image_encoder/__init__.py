@@ -1,0 +1,1 @@
+"""The task of training image encoders on pairs of views (SimCLR)."""

@@ -1,0 +1,144 @@
+"""The task of training an image encoder, as the training loop runs it on a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from deepspeed import DeepSpeedEngine
+from torch import Tensor
+
+from jobs.engine.export import open_export
+from jobs.engine.hardware import worker_device
+from jobs.engine.task import ParameterGroup, StepResult, Task
+from jobs.tasks.base import DataReference, base_and_tempnet_groups, to_device
+from jobs.tasks.image_encoder.config import ImageEncoderConfig
+from jobs.tasks.image_encoder.data import Classes, build_model, probe_accuracy, probed_images, view_source
+from jobs.tasks.images import random_pairs
+from pipelines.images.manifest import ImageManifest
+from pipelines.images.pairs import PairSource
+from pipelines.stream import Batch
+from tempnet.contrastive.config import gamma_at
+from tempnet.contrastive.losses import PairStatistics
+from tempnet.contrastive.state import SampleState, World
+from tempnet.models.image_encoder import TemperatureImageEncoder
+from tempnet.network import PAIRED_DIRECTORY
+from tempnet.statistics import histogram_of
+
+
+class ImageEncoderTask(Task[ImageEncoderConfig]):
+    """The task of training an image encoder; the methods are described in `jobs.engine.task.Task`.
+
+    No model is rated, so that the last one is exported: choosing one by the probe would bias its score.
+    """
+
+    unit = "images"
+    module: TemperatureImageEncoder
+
+    def __init__(self, config: ImageEncoderConfig, data: DataReference, rank: int, world_size: int) -> None:
+        self.train, self.validation = ImageManifest.load(data.train), ImageManifest.load(data.validation)
+        self.source = view_source(config, self.train)
+        super().__init__(
+            config,
+            self.source,
+            plan=self.train.plan(seed=config.run.seed, window_size=config.data.shuffle_window),
+            rank=rank,
+            world_size=world_size,
+            reader_resources=config.data.resources,
+            # Decoded images are large and decoding is slow, so small tasks are shared among several readers.
+            num_readers=config.data.num_readers,
+            num_batches_per_task=8,
+            num_batches_per_output=1,
+        )
+
+    def build(self, *, is_fresh: bool) -> None:
+        """Build the module with its per-image state, initialise the prototypes, and read the classes."""
+        device = worker_device(self.config.workers)
+        self.module = build_model(self.config, num_images=self.train.num_pairs, device=device)
+        self.classes = Classes.read(self.train, self.validation)
+        network = self.module.loss.tempnet
+        if is_fresh and network is not None and network.config.projection:
+            numbers = random_pairs(self.train.num_pairs, network.config.num_prototypes, self.config.run.seed)
+            network.init_prototypes(F.normalize(self.module.head(self._features(self.source, numbers, device)), dim=-1))
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """Return two groups: the encoder with its head, the learned scalars and normalisers; and the TempNet."""
+        module, bimodal = self.module, self.module.loss.bimodal
+        base = [module.tower, module.head, bimodal.learned, bimodal.image_normaliser]
+        return base_and_tempnet_groups(base, [module.loss.tempnet], self.config.optimizer)
+
+    def train_step(
+        self, engine: DeepSpeedEngine, batch: Batch, *, step: int, num_units: int, with_statistics: bool
+    ) -> StepResult:
+        """Train on one global batch."""
+        config = self.config.temperature.loss_config
+        images, ids = (to_device(batch[name], engine.device) for name in ("images", "ids"))
+        output = engine(images, ids, gamma=gamma_at(config, step, self.config.run.num_steps))
+        engine.backward(output["loss"])
+        engine.step()
+        statistics = PairStatistics.of(output, config, ("first", "second")) if with_statistics else None
+        return StepResult(output["loss"].detach() / self.world_size, statistics)
+
+    def validate(
+        self, engine: DeepSpeedEngine, *, with_details: bool
+    ) -> tuple[dict[str, float], dict[str, Any] | None]:
+        """Return the accuracy of the linear probe, which rank 0 fits, and mean and spread of τ; the details: a histogram."""
+        settings, device = self.config.validation, engine.device
+        train = probed_images(self.train.num_pairs, settings.num_train_images)
+        held_out = probed_images(self.validation.num_pairs, settings.num_images)
+        features = self._features(self.source, train, device)
+        of_held_out = self._features(view_source(self.config, self.validation), held_out, device)
+        accuracy = 0.0
+        if self.rank == 0:
+            accuracy = probe_accuracy(
+                features.cpu().numpy(),
+                self.classes.train[train],
+                of_held_out.cpu().numpy(),
+                self.classes.validation[held_out],
+                regularisation=settings.regularisation,
+            )
+        world, loss, details = World.current(), self.module.loss, dict[str, Any]()
+        scores = {"probe_accuracy": float(world.sum(torch.tensor(accuracy, dtype=torch.float64, device=device)))}
+        if loss.tempnet is not None:
+            tau = loss.tempnet(F.normalize(self.module.head(of_held_out), dim=-1)).double()
+            scores |= {"tau_mean": float(tau.mean()), "tau_std": float(tau.std())}
+            details["histograms"] = {"image": histogram_of(tau, *self.config.temperature.tau_range).tolist()}
+        elif loss.bimodal.learned is not None:
+            scores["tau_mean"] = float(loss.bimodal.learned())
+        return scores, details if with_details else None
+
+    @torch.no_grad()
+    def _features(self, source: PairSource, numbers: np.ndarray, device: torch.device) -> Tensor:
+        """Return the features (n, w) of the central views of n images; every rank encodes a part. All must call this."""
+        world, size, module = World.current(), self.config.validation.batch_size, self.module
+        share = -(-len(numbers) // world.size)
+        mine = np.resize(numbers, share * world.size)[world.rank * share : (world.rank + 1) * share]
+        was_training = module.training
+        module.eval()
+        parts = [
+            module.features(to_device(source.read_images(mine[at : at + size]), device)) for at in range(0, share, size)
+        ]
+        module.train(was_training)
+        return world.gather(torch.cat(parts))[: len(numbers)]
+
+    def describe(self, scores: Mapping[str, float]) -> str:
+        """Format scores as a short text for a progress line."""
+        tau = f"; mean τ {scores['tau_mean']:.4f}" if "tau_mean" in scores else ""
+        return f"linear probe {scores['probe_accuracy']:.2%}{tau}"
+
+    def export(self) -> None:
+        """Write the vision model with its image processor, and the TempNet of its embeddings."""
+        if self.rank:
+            return
+        with open_export(self.config.run.export_directory) as directory:
+            self.module.save_pretrained(directory)
+            if self.module.loss.tempnet is not None:
+                self.module.loss.tempnet.save_pretrained(directory / PAIRED_DIRECTORY)
+
+    @property
+    def sample_state(self) -> SampleState | None:
+        """What the loss remembers of every image; None if it remembers nothing."""
+        return self.module.loss.bimodal.state
