@@ -159,7 +159,7 @@ def compare(job: Arguments, seed: int) -> dict[str, Any]:
         return check(asked[place], " ".join(WORDS[token] for token in text.tokens))
 
     worker = BenchWorker(settings)
-    return figures(run_bench(settings, lambda units: [worker(unit) for unit in units], verify), k=job.k)
+    return figures(run_bench(settings, lambda units: [worker(unit).value for unit in units], verify), k=job.k)
 
 
 def combine(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import torch
 from jobs.engine.cluster import start_ray
 from jobs.engine.config import WorkersSection
 from jobs.scoring.config import LanguageModelPool, PoolSection
-from jobs.scoring.units import Finished, UnitStore, Work, map_units
+from jobs.scoring.units import Finished, UnitStore, map_units
 from jobs.tasks import images
 from jobs.tasks.base import resolve_paths
 from jobs.tasks.dual_encoder import data as pair_data
@@ -89,8 +89,7 @@ def store_features(
     missing = [unit for unit in units_of(features) if unit.part.file not in finished]
     check_room(directory, missing)
     started = time.monotonic()
-    work: Work[FeatureUnit] = Work(read=read, model=model, title=lambda unit: unit.part.file, noun=noun)
-    map_units(missing, work, pool, store).check()
+    map_units(missing, model, pool, store, read=read, title=lambda unit: unit.part.file, noun=noun).check()
     features.save(digest)
     print(f"stored in {time.monotonic() - started:.0f} s", flush=True)
 

@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import io
 import json
-import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -74,65 +73,52 @@ def percent_table(columns: Sequence[Column], titles: Mapping[str, str], *, hidde
     return markdown_table(rows)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResultRun:
-    """What MLflow shows of results. Results that are published again update the same run."""
-
-    name: str
-    digest: str
-    """Hash of everything that decides the results; with their directory it identifies the run."""
-    parameters: Mapping[str, Any]
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    status: Literal["FINISHED", "FAILED"] = "FINISHED"
-    note: str = ""
-    """Markdown text at the top of the run's page."""
-    data_sets: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
-    """Purpose → name, digest and source of a data set."""
+def write_results(path: Path, values: Mapping[str, Any]) -> None:
+    """Write results as JSON, which knows neither NaN nor infinity: they become null."""
+    finite = json.loads(json.dumps(values), parse_constant=lambda constant: None)
+    path.write_text(json.dumps(finite, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def publish(
+    config: Any,
     directory: str,
     write: Callable[[Path], None],
     *,
     uri: str,
-    experiment: str,
-    run: ResultRun,
-    children: Sequence[ResultRun] = (),
+    name: str,
+    digest: str,
+    metrics: Mapping[str, float],
+    note: str,
+    status: Literal["FINISHED", "FAILED"] = "FINISHED",
+    data_sets: Mapping[str, tuple[str, str, str]] | None = None,
+    children: Mapping[str, Column] | None = None,
 ) -> None:
     """Write the files of results into a directory, and log them to MLflow, whose failure is only a warning.
 
     `write` is called with a local directory, whose files replace those of the same names. Without a tracking URI nothing is
-    logged. The run has the files; `children` are runs below it.
+    logged. Results that are published again update the same run, which is identified by their directory and a digest of
+    everything that decides them. The run has the files and, at the top of its page, the note, in Markdown; the children, by
+    their digests, are runs below it.
     """
 
-    def start(one: ResultRun, tags: dict[str, str]) -> TrackedRun:
-        return open_run(
-            uri=uri,
-            experiment=experiment,
-            name=one.name,
-            directory=f"{directory}#{one.digest}",
-            parameters=one.parameters,
-            tags=tags,
-            data_sets=one.data_sets,
-        )
+    def start(name: str, digest: str, parameters: Mapping[str, Any], **options: Any) -> TrackedRun:
+        place, experiment = f"{directory}#{digest}", config.tracking.experiment
+        return open_run(uri=uri, experiment=experiment, name=name, directory=place, parameters=parameters, **options)
 
-    with tempfile.TemporaryDirectory(prefix="tempnet-results-") as name:
-        write(Path(name))
+    with tempfile.TemporaryDirectory(prefix="tempnet-results-") as local:
+        write(Path(local))
         filesystem, path = resolve(directory)
         filesystem.create_dir(path, recursive=True)
-        pyarrow.fs.copy_files(name, path, destination_filesystem=filesystem)
+        pyarrow.fs.copy_files(local, path, destination_filesystem=filesystem)
         if not uri:
             return
         with survive_outage(f"the results in {directory}"):
-            parent = start(run, {})
-            for child in children:
-                finish_run(
-                    start(child, {"mlflow.parentRunId": parent.run_id}),
-                    status=child.status,
-                    artifacts=None,
-                    metrics=child.metrics,
-                )
-            finish_run(parent, status=run.status, artifacts=name, metrics=run.metrics, note=run.note)
+            parent = start(name, digest, flatten(config), tags={}, data_sets=data_sets or {})
+            tags = {"mlflow.parentRunId": parent.run_id}
+            for identity, column in (children or {}).items():
+                child = start(column.title, identity, column.parameters, tags=tags, data_sets={})
+                finish_run(child, status="FINISHED", artifacts=None, metrics=column.metrics)
+            finish_run(parent, status=status, artifacts=local, metrics=metrics, note=note)
 
 
 def publish_evaluation(
@@ -156,7 +142,7 @@ def publish_evaluation(
             {
                 **{name: value or None for name, value in column.parameters.items()},
                 "title": column.title,
-                "metrics": {name: value if math.isfinite(value) else None for name, value in column.metrics.items()},
+                "metrics": column.metrics,
             }
             for column in columns
         ],
@@ -166,32 +152,22 @@ def publish_evaluation(
 
     def write(local: Path) -> None:
         (local / "results.md").write_text(text, encoding="utf-8")
-        (local / "results.json").write_text(json.dumps(masked(results), indent=1, ensure_ascii=False), encoding="utf-8")
+        write_results(local / "results.json", masked(results))
 
     def digest(*parts: str) -> str:
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=6).hexdigest()
 
     publish(
+        config,
         config.run.directory,
         write,
         uri=uri,
-        experiment=config.tracking.experiment,
-        run=ResultRun(
-            name=config.name,
-            digest=digest(*identity),
-            parameters=flatten(config),
-            status="FAILED" if failed else "FINISHED",
-            note=text,
-        ),
-        children=[
-            ResultRun(
-                name=column.title,
-                digest=digest(*identity, column.title),
-                parameters=column.parameters,
-                metrics=column.metrics,
-            )
-            for column in columns
-        ],
+        name=config.name,
+        digest=digest(*identity),
+        metrics={},
+        note=text,
+        status="FAILED" if failed else "FINISHED",
+        children={digest(*identity, column.title): column for column in columns},
     )
     if failed:
         raise ScoringFailedError(failed, table)
@@ -223,23 +199,20 @@ def publish_findings(config: Analysis, findings: Findings, *, uri: str) -> None:
     output, digest = absolute_output(config.output), settings_digest(findings.settings)
 
     def write(local: Path) -> None:
-        (local / "results.json").write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+        write_results(local / "results.json", values)
         (local / "results.md").write_text(findings.table + "\n")
         findings.plot(local / findings.picture)
 
     publish(
+        config,
         output,
         write,
         uri=uri,
-        experiment=config.tracking.experiment,
-        run=ResultRun(
-            name=findings.title,
-            digest=digest,
-            parameters=flatten(config),
-            metrics=findings.metrics,
-            note=findings.table,
-            data_sets={"evaluation": ("data", digest, findings.source)},
-        ),
+        name=findings.title,
+        digest=digest,
+        metrics=findings.metrics,
+        note=findings.table,
+        data_sets={"evaluation": ("data", digest, findings.source)},
     )
     print(f"\n{findings.table}\n\n{findings.conclusion}\n{output}/results.json, results.md and {findings.picture}")
 

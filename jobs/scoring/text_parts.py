@@ -26,7 +26,7 @@ from jobs.engine.fields import absolute_path
 from jobs.scoring.config import PoolSection
 from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.temperatures.config import PredictTemperaturesConfig
-from jobs.scoring.units import Finished, Outcome, UnitStore, Work, map_units, part_file
+from jobs.scoring.units import Finished, Outcome, UnitStore, map_units, part_file
 from pipelines.archives import PLAIN_SUFFIXES, SUFFIXES, Archive, describe_not_read, list_source, resolve_source
 from pipelines.problems import check_problems
 from pipelines.storage import create_directory, read_json, relative, resolve, write_json
@@ -200,8 +200,7 @@ def map_archives(
     def read(number: int) -> Iterator[Part]:
         return read_parts(settings, archives[number], number, output, done=done)
 
-    work: Work[int] = Work(read=read, model=model, title=names.__getitem__, noun="tokens")
-    outcome = map_units(missing, work, workers, store, say=say)
+    outcome = map_units(missing, model, workers, store, read=read, title=names.__getitem__, noun="tokens", say=say)
     outcome.check()
     records = [record for number in range(len(archives)) if (record := ReadArchive.load(output, number)) is not None]
     check_problems(settings.source, [record.entry for record in records], max_bad_share, field="max_bad_share")

@@ -25,7 +25,8 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from operator import attrgetter
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -145,18 +146,10 @@ class Finished:
     """What is sent to the driver; large values belong into files."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work(Generic[Unit]):
-    """The work on a unit. The functions run in other processes, so they are pickled together with what they hold."""
-
-    model: Callable[[], Callable[[Any], Finished]]
-    """Builds what a worker of the pool calls with every item."""
-    read: Callable[[Unit], Iterable[Any]] | None = None
-    """Yields the items of a unit; None: the unit is its only item."""
-    title: Callable[[Unit], str]
-    """Names a unit in messages."""
-    noun: str = ""
-    """What the cases of an item are called, in the plural; empty: they are not shown."""
+Model: TypeAlias = Callable[[], Callable[[Any], Finished]]
+"""Builds what a worker of the pool calls with every item."""
+Reader: TypeAlias = Callable[[Unit], Iterable[Any]]
+"""Yields the items of a unit."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -175,27 +168,31 @@ class Outcome:
 
 def map_units(
     units: Sequence[Unit],
-    work: Work[Unit],
+    model: Model,
     pool: PoolSection,
     store: UnitStore | None = None,
     *,
+    read: Reader[Unit] | None = None,
+    title: Callable[[Unit], str] = attrgetter("title"),
+    noun: str = "",
     say: Callable[[str], None] = print,
 ) -> Outcome:
     """Do the work on all units, in order, and say a line of progress for every item; Ray is started if needed.
 
-    Requests to object stores that were repeated are said too, at most once a minute and at the end. A unit that fails
-    does not stop the others, unless `_MAX_FAILURES_IN_A_ROW` items failed one after another. A store must be reachable
-    from all machines.
+    `title` names a unit in messages, and `noun` what the cases of an item are called, in the plural; empty: they are not
+    shown. The other functions run in other processes, so they are pickled together with what they hold. A unit that fails
+    does not stop the others, unless `_MAX_FAILURES_IN_A_ROW` items failed one after another. Requests to object stores that
+    were repeated are said, at most once a minute and at the end. A store must be reachable from all machines.
     """
     outcome = Outcome()
     if not units:
         return outcome
     start_ray()
-    check_pool(pool, reads=work.read is not None)
+    check_pool(pool, reads=read is not None)
     if store is not None:
         create_directory(store.directory)
-    progress = _Progress(units, work, outcome, say)
-    with closing(run_rows(units, work, pool, store)) as rows, closing(RetryLog(say)) as retries:
+    progress = _Progress([title(unit) for unit in units], noun, outcome, say)
+    with closing(run_rows(units, model, read, pool, store)) as rows, closing(RetryLog(say)) as retries:
         for row in rows:
             RETRIES.add(row.num_retries)
             retries.add(RETRIES.take())
@@ -237,11 +234,11 @@ class _Row:
         return {"item": np.array([self], dtype=object)}
 
 
-class _Progress(Generic[Unit]):
+class _Progress:
     """Adds up the rows of a map, and says a line for every item."""
 
-    def __init__(self, units: Sequence[Unit], work: Work[Unit], outcome: Outcome, say: Callable[[str], None]) -> None:
-        self._units, self._work, self._outcome, self._say = units, work, outcome, say
+    def __init__(self, titles: Sequence[str], noun: str, outcome: Outcome, say: Callable[[str], None]) -> None:
+        self._titles, self._noun, self._outcome, self._say = titles, noun, outcome, say
         self._started = time.monotonic()
         self._num_items: dict[int, int] = {}  # of every unit that was read to its end
         self._num_returned = Counter[int]()
@@ -256,7 +253,7 @@ class _Progress(Generic[Unit]):
             self._num_items[row.unit] = row.num_items
         self._num_returned[row.unit] += row.item is not None
         self.num_done += self._is_done(row.unit)
-        total = len(self._units)
+        total = len(self._titles)
         progress = f"{self.num_done:>{len(str(total))}}/{total}"
         if row.error:
             self.num_in_a_row += 1
@@ -266,10 +263,10 @@ class _Progress(Generic[Unit]):
             self._outcome.num_cases += row.finished.num_cases
             self._files.setdefault(row.unit, set()).update(row.finished.files)
             self._outcome.values.setdefault(row.unit, []).append(row.finished.value)
-            parts = [progress, self._work.title(self._units[row.unit])]
-            if noun := self._work.noun:
+            parts = [progress, self._titles[row.unit]]
+            if self._noun:
                 number = row.finished.num_cases
-                parts.append(f"{number:,} {noun}, {number / max(row.seconds, 1e-9):,.0f} {noun}/s")
+                parts.append(f"{number:,} {self._noun}, {number / max(row.seconds, 1e-9):,.0f} {self._noun}/s")
             parts.append(f"{row.seconds:.1f} s")
             if self.num_done:
                 left = (time.monotonic() - self._started) / self.num_done * (total - self.num_done)
@@ -278,7 +275,7 @@ class _Progress(Generic[Unit]):
 
     def name_lost(self) -> None:
         """Record the units whose rows did not come back as failed."""
-        for number in range(len(self._units)):
+        for number in range(len(self._titles)):
             if not self._is_done(number) and number not in self._failed:
                 self._fail(number, f"its worker died {1 + _NUM_RETRIES} times")
 
@@ -295,13 +292,12 @@ class _Progress(Generic[Unit]):
 
     def _fail(self, number: int, reason: str, progress: str = "") -> None:
         self._failed.add(number)
-        title = self._work.title(self._units[number])
-        self._outcome.failed[title] = reason
-        self._say(f"{progress}FAILED  {title}: {reason}")
+        self._outcome.failed[self._titles[number]] = reason
+        self._say(f"{progress}FAILED  {self._titles[number]}: {reason}")
 
 
 def run_rows(
-    units: Sequence[Unit], work: Work[Unit], pool: PoolSection, store: UnitStore | None
+    units: Sequence[Unit], model: Model, read: Reader[Unit] | None, pool: PoolSection, store: UnitStore | None
 ) -> Generator[_Row, None, None]:
     """Yield a row for every item as it comes out of the pool, and one for the end of every unit that is read."""
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
@@ -311,20 +307,20 @@ def run_rows(
     context.max_errored_blocks = -1  # an item whose worker died every time is missing, which is seen at the end
     context.execution_no_progress_timeout_s = -1  # an item may take long
     context.target_max_block_size = 1  # every item is a block of its own, which goes to the next worker that is free
-    num_items = None if work.read else 1
-    read: Any = read_unit  # Ray's types know batches only as unions
+    num_items = None if read else 1
+    read_batch: Any = read_unit  # Ray's types know batches only as unions
     rows = [_Row(unit=number, item=unit, num_items=num_items) for number, unit in enumerate(units)]
     with ray.data.DataContext.current(context), warnings.catch_warnings():
         # Ray 2.64 is to replace `max_task_retries`; without it, an item that always ends its worker is tried for ever.
         warnings.simplefilter("ignore", RayDeprecationWarning)
         dataset: ray.data.Dataset = ray.data.from_items(rows, override_num_blocks=len(rows))
-        if work.read is not None:
+        if read is not None:
             dataset = dataset.map_batches(
-                read, fn_args=[work.read], batch_size=1, batch_format="numpy", num_cpus=READ_CPUS
+                read_batch, fn_args=[read], batch_size=1, batch_format="numpy", num_cpus=READ_CPUS
             )
         dataset = dataset.map_batches(
             Worker,
-            fn_constructor_args=[work.model, store, max(1, int(pool.cpus_per_worker))],
+            fn_constructor_args=[model, store, max(1, int(pool.cpus_per_worker))],
             batch_size=1,
             batch_format="numpy",
             compute=ray.data.ActorPoolStrategy(size=pool.num_workers, max_tasks_in_flight_per_actor=1),
@@ -351,9 +347,7 @@ def read_unit(batch: Batch, read: Callable[[Any], Iterable[Any]]) -> Iterator[Ba
 
 
 class Worker:
-    def __init__(
-        self, build: Callable[[], Callable[[Any], Finished]], store: UnitStore | None, num_threads: int
-    ) -> None:
+    def __init__(self, build: Model, store: UnitStore | None, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
         self._build, self._store = build, store
         self._model: Callable[[Any], Finished] | None = None
@@ -396,18 +390,18 @@ class ModelSpec:
 
 
 Spec = TypeVar("Spec", bound=ModelSpec)
-Model = TypeVar("Model")
+Loaded = TypeVar("Loaded")
 
 
-class LoadedModel(Generic[Spec, Model]):
+class LoadedModel(Generic[Spec, Loaded]):
     """The model that a worker used last; it is freed before another one is loaded."""
 
-    def __init__(self, load: Callable[[Spec], Model]) -> None:
+    def __init__(self, load: Callable[[Spec], Loaded]) -> None:
         self._load = load
         self._spec: Spec | None = None
-        self._model: Model | None = None
+        self._model: Loaded | None = None
 
-    def get(self, spec: Spec) -> Model:
+    def get(self, spec: Spec) -> Loaded:
         if self._model is None or self._spec != spec:
             self._model = None
             self._model, self._spec = self._load(spec), spec

@@ -27,7 +27,7 @@ from jobs.scoring.config import PoolSection
 from jobs.scoring.reward.plan import make_plan
 from jobs.scoring.reward.rollouts import work_here
 from jobs.scoring.reward.trainer import RewardTrainer
-from jobs.scoring.units import Finished, Outcome, UnitStore, Work, map_units
+from jobs.scoring.units import Finished, Outcome, UnitStore, map_units
 from pipelines.store_errors import RETRIES
 from tempnet.loading import load_tempnet
 from tests.jobs.scoring.generation_support import make_model
@@ -57,7 +57,7 @@ def map_with(
     model: Callable[[], Any], num_units: int, store: UnitStore | None = None, *, num_workers: int = 1, **work: Any
 ) -> Outcome:
     pool = PoolSection(num_workers=num_workers, cpus_per_worker=0.5)
-    return map_units(range(num_units), Work(model=model, title=lambda unit: f"unit {unit}", **work), pool, store)
+    return map_units(range(num_units), model, pool, store, title=lambda unit: f"unit {unit}", **work)
 
 
 def test_a_unit_fails_alone_and_a_worker_that_dies_costs_a_retry(

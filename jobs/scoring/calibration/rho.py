@@ -12,6 +12,7 @@ from jobs.engine.cluster import start_ray
 from jobs.engine.config import RunSection, WorkersSection
 from jobs.engine.export import open_export
 from jobs.scoring.calibration.config import Rho
+from jobs.scoring.results import picture
 from jobs.tasks.base import resolve_paths
 from jobs.tasks.language_model.calibration import calibrate
 from jobs.tasks.language_model.config import DataSection, LanguageModelConfig, ModelSection, TemperatureSection
@@ -77,20 +78,13 @@ def _configure(job: Rho) -> LanguageModelConfig:
 
 def plot(values: dict[str, Any], path: Path, *, wanted: float) -> None:
     """Plot the mean optimal temperature τ* over ρ with its standard deviation, the wanted mean and the ρ that gives it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     curve = values["curve"]
     low = [mean - std for mean, std in zip(curve["tau_mean"], curve["tau_std"], strict=True)]
     high = [mean + std for mean, std in zip(curve["tau_mean"], curve["tau_std"], strict=True)]
-    figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
-    axis.fill_between(curve["rho"], low, high, alpha=0.2, label="± one standard deviation of τ*")
-    axis.plot(curve["rho"], curve["tau_mean"], marker=".", label="mean τ*")
-    axis.axhline(wanted, linestyle=":", color="black")
-    axis.plot([values["rho"]], [values["tau_mean"]], "o", color="black", label=f"ρ = {values['rho']:.3f}")
-    axis.set(xlabel="ρ (nats)", ylabel="optimal temperature τ*", ylim=(0, None))
-    axis.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with picture(path, figsize=(6, 4)) as ((axis,),):
+        axis.fill_between(curve["rho"], low, high, alpha=0.2, label="± one standard deviation of τ*")
+        axis.plot(curve["rho"], curve["tau_mean"], marker=".", label="mean τ*")
+        axis.axhline(wanted, linestyle=":", color="black")
+        axis.plot([values["rho"]], [values["tau_mean"]], "o", color="black", label=f"ρ = {values['rho']:.3f}")
+        axis.set(xlabel="ρ (nats)", ylabel="optimal temperature τ*", ylim=(0, None))
+        axis.legend()

@@ -39,7 +39,7 @@ from jobs.scoring.decoders.model import (
     SampledText,
     control_rules,
     learned_rules,
-    move_rule,
+    on_device,
     train_networks,
 )
 from jobs.scoring.generation.gsm8k import majority_score
@@ -264,34 +264,12 @@ class BenchSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class TextUnit:
-    """Train the learned decoders and compare all of them on text."""
+class BenchUnit:
+    """A method of `BenchWorker` to call, with its arguments."""
 
-    title = "text"
-
-
-@dataclass(frozen=True, slots=True)
-class ControlUnit:
-    """Make the controls of the chosen rules."""
-
-    title = "controls"
-    chosen: dict[str, Rule]
-
-
-@dataclass(frozen=True, slots=True)
-class SampleUnit:
-    """Sample texts by a rule for some prompts."""
-
-    number: int
-    rule: Rule
-    places: tuple[int, ...]
-
-    @property
-    def title(self) -> str:
-        return f"{self.number}: {self.rule.label}"
-
-
-BenchUnit = TextUnit | ControlUnit | SampleUnit
+    title: str
+    method: str
+    arguments: tuple[Any, ...] = ()
 
 
 class BenchWorker:
@@ -304,41 +282,37 @@ class BenchWorker:
         return self._model.measure(self._settings.documents, self._settings.config.batch_size)
 
     def __call__(self, unit: BenchUnit) -> Finished:
-        return Finished(value=self.do(unit))
+        return Finished(value=getattr(self, unit.method)(*unit.arguments))
 
-    def do(self, unit: BenchUnit) -> Any:
-        """Do a unit: families and comparison of a `TextUnit`, rules of a `ControlUnit`, texts of a `SampleUnit`."""
+    def compare(self) -> tuple[Families, Comparison]:
+        """Train the learned decoders and compare all of them on text."""
         settings, config, model = self._settings, self._settings.config, self._model
-        if isinstance(unit, SampleUnit):
+        networks: dict[str, TempNet | AutoDecoHeads] = {
+            **train_networks(model, split_text(self.text)[0], num_steps=config.num_steps, seed=config.seed),
+            **{name: load_tempnet(local_copy(place)) for name, place in settings.tempnets.items()},
+        }
+        learned = {name: learned_rules(name, network) for name, network in networks.items()}
+        families = {**published_rules(), **learned}
+        with on_device([rule for family in families.values() for rule in family], model.device):
+            return families, compare_on_text(model, self.text, families, seed=config.seed)
+
+    def control(self, chosen: Mapping[str, Rule]) -> dict[str, Rule]:
+        """Return the chosen rules with the controls of the learned ones."""
+        with on_device(chosen.values(), self._model.device):
+            return with_controls(self._model, split_text(self.text)[0], chosen)
+
+    def sample(self, rule: Rule, places: Sequence[int]) -> list[list[SampledText]]:
+        """Return the texts that a rule samples for some prompts."""
+        config, model = self._settings.config, self._model
+        with on_device([rule], model.device):
             return model.sample(
-                move_rule(unit.rule, model.device),
-                [settings.prompts[place] for place in unit.places],
+                rule,
+                [self._settings.prompts[place] for place in places],
                 num_samples=config.num_samples,
                 num_tokens=config.max_new_tokens,
                 seed=config.seed,
                 batch_size=config.batch_size,
             )
-        choosing, _ = split_text(self.text)
-        if isinstance(unit, ControlUnit):
-            for rule in unit.chosen.values():
-                move_rule(rule, model.device)
-            chosen = with_controls(model, choosing, unit.chosen)
-            for rule in chosen.values():
-                move_rule(rule, torch.device("cpu"))
-            return chosen
-        networks: dict[str, TempNet | AutoDecoHeads] = {
-            **train_networks(model, choosing, num_steps=config.num_steps, seed=config.seed),
-            **{name: load_tempnet(local_copy(place)) for name, place in settings.tempnets.items()},
-        }
-        learned = {name: learned_rules(name, network) for name, network in networks.items()}
-        families = {**published_rules(), **learned}
-        rules = [rule for family in families.values() for rule in family]
-        for rule in rules:
-            move_rule(rule, model.device)
-        comparison = compare_on_text(model, self.text, families, seed=config.seed)
-        for rule in rules:
-            move_rule(rule, torch.device("cpu"))
-        return families, comparison
 
 
 def run_bench(
@@ -351,12 +325,14 @@ def run_bench(
         )
     families: Families
     comparison: Comparison
-    families, comparison = run([TextUnit()])[0]
+    families, comparison = run([BenchUnit("text", "compare")])[0]
     choosing, reporting = range(0, len(settings.prompts), 2), range(1, len(settings.prompts), 2)
     measure = partial(measure_prompts, k=settings.config.k, verify=verify)
 
     def sample(rules: Sequence[Rule], places: Sequence[int]) -> list[list[list[SampledText]]]:
-        return run([SampleUnit(number, rule, tuple(places)) for number, rule in enumerate(rules)])
+        return run(
+            [BenchUnit(f"{number}: {rule.label}", "sample", (rule, places)) for number, rule in enumerate(rules)]
+        )
 
     rules = [rule for family in families.values() for rule in family]
     owners = [name for name, family in families.items() for _ in family]
@@ -370,7 +346,8 @@ def run_bench(
         score = abs(text_loss(made) - comparison.human_loss) if right is None else -right.mean
         if name not in chosen or score < chosen[name][0]:
             chosen[name] = score, rule
-    comparison.for_prompts = run([ControlUnit({name: rule for name, (_, rule) in chosen.items()})])[0]
+    rules_by_name = {name: rule for name, (_, rule) in chosen.items()}
+    comparison.for_prompts = run([BenchUnit("controls", "control", (rules_by_name,))])[0]
     found = sample(list(comparison.for_prompts.values()), reporting)
     by_name = dict(zip(comparison.for_prompts, found, strict=True))
     reference = text_length(by_name[ONE])

@@ -30,9 +30,9 @@ from jobs.scoring.decoders.bench import (
 from jobs.scoring.decoders.model import SampledText
 from jobs.scoring.generation.formats import FORMATS, Prompt, read_prompts
 from jobs.scoring.generation.sampling import cut
-from jobs.scoring.results import Findings, publish_findings
+from jobs.scoring.results import Findings, picture, publish_findings
 from jobs.scoring.text_parts import list_sources
-from jobs.scoring.units import Work, map_units, model_labels
+from jobs.scoring.units import map_units, model_labels
 from jobs.tasks.base import naming_field
 from jobs.tasks.language_model.data import warn_of_known_text
 from pipelines.archives import Archive
@@ -195,8 +195,7 @@ def make_verifier(
 
 
 def run_units(settings: BenchSettings, units: Sequence[BenchUnit]) -> list[Any]:
-    work: Work[BenchUnit] = Work(model=partial(BenchWorker, settings), title=lambda unit: unit.title)
-    outcome = map_units(units, work, settings.config.workers)
+    outcome = map_units(units, partial(BenchWorker, settings), settings.config.workers)
     outcome.check()
     return [outcome.values[number][0] for number in range(len(units))]
 
@@ -311,15 +310,11 @@ def plot(values: dict[str, Any], path: Path) -> None:
     A line joins the chosen rules that no other one exceeds in both; the legend names the constant, a
     TempNet, and then these. Those that it has no room for are grey, and the table names them.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib import colormaps
 
     quality, title = "log_probability", "log-probability of a token under the model at τ = 1, nats"
     if values["has_verifier"]:
         quality, title = "correct", "share of correct texts"
-    figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
     means = {
         name: (found["prompts"]["distinct"]["mean"], found["prompts"][quality]["mean"])
         for name, found in values["decoders"].items()
@@ -330,34 +325,34 @@ def plot(values: dict[str, Any], path: Path) -> None:
     # With the frontier itself and real text the legend has eight entries at most.
     first = {CONSTANT, next((name for name in means if name.startswith("TempNet")), CONSTANT)}
     named = sorted(means, key=lambda name: (name not in first, means[name] not in best))[:_NUM_NAMED]
-    colours = {name: plt.get_cmap("tab10")(place) for place, name in enumerate(named)}
-    for name, found in values["decoders"].items():
-        colour = colours.get(name, "lightgrey")
-        tried = [(one["distinct"]["mean"], one[quality]["mean"]) for one in values["tried"] if one["decoder"] == name]
-        tried = [point for point in tried if None not in point]
-        axes.scatter([x for x, _ in tried], [y for _, y in tried], s=9, alpha=0.4, color=colour)
-        if name not in means:
-            continue
-        axes.errorbar(
-            *means[name],
-            xerr=found["prompts"]["distinct"]["half_width"] or 0.0,
-            yerr=found["prompts"][quality]["half_width"] or 0.0,
-            fmt=_MARKS.get(name.partition(": ")[2], "o"),
-            capsize=3,
-            elinewidth=0.8,
-            color=colour,
-            label=name if name in named else None,
-            zorder=3 if name in named else 2,
-        )
-    axes.plot(*zip(*best, strict=True), color="black", linewidth=0.8, label="frontier")
-    if not values["has_verifier"]:
-        axes.axhline(-values["human_loss"], color="black", linestyle=":", label="real text")
-    axes.set(
-        xlabel="distinct-2 (diversity)", ylabel=title, title="dots: tried on the choosing prompts; marks: the others"
-    )
-    figure.legend(fontsize=8, loc="outside lower center", ncols=2)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    colours = {name: colormaps["tab10"](place) for place, name in enumerate(named)}
+    with picture(path, figsize=(9, 6)) as ((axes,),):
+        for name, found in values["decoders"].items():
+            colour = colours.get(name, "lightgrey")
+            tried = [
+                (one["distinct"]["mean"], one[quality]["mean"]) for one in values["tried"] if one["decoder"] == name
+            ]
+            tried = [point for point in tried if None not in point]
+            axes.scatter([x for x, _ in tried], [y for _, y in tried], s=9, alpha=0.4, color=colour)
+            if name not in means:
+                continue
+            axes.errorbar(
+                *means[name],
+                xerr=found["prompts"]["distinct"]["half_width"] or 0.0,
+                yerr=found["prompts"][quality]["half_width"] or 0.0,
+                fmt=_MARKS.get(name.partition(": ")[2], "o"),
+                capsize=3,
+                elinewidth=0.8,
+                color=colour,
+                label=name if name in named else None,
+                zorder=3 if name in named else 2,
+            )
+        axes.plot(*zip(*best, strict=True), color="black", linewidth=0.8, label="frontier")
+        if not values["has_verifier"]:
+            axes.axhline(-values["human_loss"], color="black", linestyle=":", label="real text")
+        axes.set_title("dots: tried on the choosing prompts; marks: the others")
+        axes.set(xlabel="distinct-2 (diversity)", ylabel=title)
+        axes.figure.legend(fontsize=8, loc="outside lower center", ncols=2)
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -254,13 +255,16 @@ def control_rules(model: FrozenModel, text: MeasuredText, rule: Rule) -> tuple[R
     return shift, Shuffled(pool, rule.label, truncated)
 
 
-def move_rule(rule: Rule, device: torch.device) -> Rule:
-    """Move the network of a learned rule to a device, and return the rule."""
-    if isinstance(rule, PredictedTemperature):
-        rule.network.to(device)
-    elif isinstance(rule, AutoDeco):
-        rule.heads.to(device)
-    return rule
+@contextmanager
+def on_device(rules: Collection[Rule], device: torch.device) -> Iterator[None]:
+    """Have the networks of learned rules on a device within the block, and on the CPU after it."""
+    networks: list[nn.Module] = [rule.network for rule in rules if isinstance(rule, PredictedTemperature)]
+    networks += [rule.heads for rule in rules if isinstance(rule, AutoDeco)]
+    for network in networks:
+        network.to(device)
+    yield
+    for network in networks:
+        network.cpu()
 
 
 def _parts(model: FrozenModel, hidden: Tensor) -> tuple[Tensor, ...]:

@@ -24,7 +24,7 @@ from jobs.engine.fields import absolute_path
 from jobs.scoring.config import PoolSection
 from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.temperatures.config import PredictPairTemperaturesConfig
-from jobs.scoring.units import Finished, LoadedModel, ModelSpec, UnitStore, Work, map_units, model_labels
+from jobs.scoring.units import Finished, LoadedModel, ModelSpec, UnitStore, map_units, model_labels
 from jobs.tasks.base import naming_field
 from pipelines.archives import resolve_source
 from pipelines.images.captions import CaptionEncoder
@@ -317,5 +317,4 @@ def encode_missing(
             yield unit, *read_images(sets[unit.data], numbers.tolist(), unit.model.image_size)
 
     model = partial(_UnitEncoder, precision=precision, batch_size=batch_size, use_gpu=pool.use_gpu)
-    work: Work[EncodingUnit] = Work(read=read, model=model, title=lambda unit: unit.title, noun="samples")
-    return map_units(left, work, pool, store).failed
+    return map_units(left, model, pool, store, read=read, noun="samples").failed

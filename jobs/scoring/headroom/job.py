@@ -8,7 +8,6 @@ Shapes: N tokens, J nodes of a profile, d hidden size.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,11 +24,10 @@ import torch
 from torch import Tensor
 
 from jobs.engine.cluster import start_ray
-from jobs.engine.fields import flatten
 from jobs.engine.report import markdown_table
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.results import ResultRun, picture, publish
+from jobs.scoring.results import picture, publish, write_results
 from jobs.scoring.units import UnitStore, absolute_output, settings_digest
 from pipelines.storage import resolve
 from tempnet.headroom.features import FEATURE_SETS, Tokens
@@ -242,22 +240,19 @@ def measure_headroom(config: Headroom) -> dict[str, Any]:
     digest = settings_digest(record)
 
     def write(directory: Path) -> None:
-        (directory / RESULTS_FILE).write_text(json.dumps(_finite(values), indent=1, ensure_ascii=False) + "\n")
+        write_results(directory / RESULTS_FILE, values)
         plot(found, directory / DIAGRAM_FILE)
 
     publish(
+        config,
         output,
         write,
         uri=uri,
-        experiment=config.tracking.experiment,
-        run=ResultRun(
-            name="headroom",
-            digest=digest,
-            parameters=flatten(config),
-            metrics={name: value for question, _, part in found for name, value in metrics(question, part)},
-            note=said,
-            data_sets={"evaluation": ("images" if config.images else "text", digest, measurement.source)},
-        ),
+        name="headroom",
+        digest=digest,
+        metrics={name: value for question, _, part in found for name, value in metrics(question, part)},
+        note=said,
+        data_sets={"evaluation": ("images" if config.images else "text", digest, measurement.source)},
     )
     if measurement.warning:
         print(f"\n{measurement.warning}")
@@ -275,13 +270,6 @@ def run_test(output: str, question: Question, num_folds: int, num_threads: int) 
         count_documents(output, question.files),
         num_folds=num_folds,
     )
-
-
-def _finite(value: Any) -> Any:
-    """Returns the values with None in the place of NaN, which JSON does not know."""
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _NUM_DOCUMENTS = b"num_documents"

@@ -50,7 +50,6 @@ from jobs.scoring.units import (
     Finished,
     ScoringFailedError,
     UnitStore,
-    Work,
     check_pool,
     map_units,
     part_file,
@@ -315,11 +314,13 @@ class PairMeasurement:
             yield embedded.read(window)
 
         size, seed = self.config.gallery_images, self.config.gallery_seed
-        work: Work[ImageRange] = Work(
+        # Scores and profiles are computed in float64, on CPUs.
+        map_units(
+            missing,
+            partial(WindowMeasurer, unit_tau=unit_tau, gallery_images=size, seed=seed),
+            replace(self.config.workers, use_gpu=False),
+            store,
             read=read,
-            model=partial(WindowMeasurer, unit_tau=unit_tau, gallery_images=size, seed=seed),
             title=lambda window: f"images {window.first}–{window.stop - 1}",
             noun="pairs",
-        )
-        # Scores and profiles are computed in float64, on CPUs.
-        map_units(missing, work, replace(self.config.workers, use_gpu=False), store).check()
+        ).check()

@@ -21,19 +21,18 @@ from dataclasses import replace
 from typing import Any
 
 from jobs.engine.cluster import start_ray
-from jobs.engine.fields import flatten
 from jobs.engine.report import markdown_table
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.generation.sampling import TemperatureRule
 from jobs.scoring.headroom.config import RewardHeadroom
-from jobs.scoring.results import ResultRun, publish
+from jobs.scoring.results import publish, write_results
 from jobs.scoring.reward.config import RewardConfig, RewardTemperatureSection
 from jobs.scoring.reward.job import points
 from jobs.scoring.reward.plan import CONSTANTS, RewardPlan, make_plan
 from jobs.scoring.reward.rollouts import RunOrders, Temperature, work_in_pool
 from jobs.scoring.reward.trainer import RewardTrainer
 from jobs.scoring.units import UnitStore, absolute_output, check_pool, settings_digest
-from pipelines.storage import compute_digest, write_json
+from pipelines.storage import compute_digest
 from tempnet.intervals import Interval, mean_interval
 
 LEVELS = (0.2, 0.6, 1.0, 1.4)
@@ -62,18 +61,15 @@ def measure_reward_headroom(config: RewardHeadroom) -> dict[str, Any]:
     values = conclude(measured["rewards"], measured, least_gain=config.least_gain / 100)
     said = table(values, config)
     publish(
+        config,
         output,
-        lambda directory: write_json(f"{directory}/{RESULTS_FILE}", values | {"settings": record}),
+        lambda directory: write_results(directory / RESULTS_FILE, values | {"settings": record}),
         uri=uri,
-        experiment=config.tracking.experiment,
-        run=ResultRun(
-            name="headroom",
-            digest=settings_digest(record),
-            parameters=flatten(config),
-            metrics={f"{name}/gain": found["gain"]["mean"] for name, found in values["rows"].items() if found["gain"]},
-            note=said,
-            data_sets={"evaluation": ("prompts", compute_digest(record["questions_digest"]), config.prompts)},
-        ),
+        name="headroom",
+        digest=settings_digest(record),
+        metrics={f"{name}/gain": found["gain"]["mean"] for name, found in values["rows"].items() if found["gain"]},
+        note=said,
+        data_sets={"evaluation": ("prompts", compute_digest(record["questions_digest"]), config.prompts)},
     )
     print(f"\n{said}\n{time.monotonic() - started:.0f} s; ± 95 % over prompts\n{output}/{RESULTS_FILE}")
     return values

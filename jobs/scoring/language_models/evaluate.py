@@ -46,7 +46,7 @@ from jobs.scoring.language_models.windows import (
     windows_digest,
 )
 from jobs.scoring.results import Column, Results, publish_evaluation
-from jobs.scoring.units import Finished, LoadedModel, ModelSpec, UnitStore, Work, map_units, model_labels
+from jobs.scoring.units import Finished, LoadedModel, ModelSpec, UnitStore, map_units, model_labels
 from jobs.tasks.base import naming_field
 from pipelines.local_copy import checked_copy, is_directory, local_copy
 from pipelines.storage import join
@@ -347,8 +347,7 @@ def evaluate(config: EvaluateConfig) -> Results:
     absolute = replace(
         config, include_path=absolute_path(config.include_path), data_dir=absolute_path(config.data_dir or ".")
     )
-    work: Work[Job] = Work(model=partial(Evaluator, absolute), title=lambda job: job.title)
-    failed = map_units(left, work, config.workers, store).failed
+    failed = map_units(left, partial(Evaluator, absolute), config.workers, store).failed
     return publish_evaluation(
         config,
         uri=uri,

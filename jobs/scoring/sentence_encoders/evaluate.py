@@ -32,7 +32,7 @@ from jobs.engine.fields import absolute_path, named_values
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.results import Column, Results, percent_table, publish_evaluation
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
-from jobs.scoring.units import Finished, LoadedModel, ModelSpec, UnitStore, Work, map_units, model_labels
+from jobs.scoring.units import Finished, LoadedModel, ModelSpec, UnitStore, map_units, model_labels
 from pipelines.local_copy import check_source, local_copy
 from pipelines.problems import TooManyProblemsError
 from pipelines.sentences.senteval import (
@@ -252,8 +252,7 @@ def evaluate(config: EvaluateSentencesConfig) -> Results:
     finished = store.names()
     left = [cell for cell in all_cells if cell.file not in finished]
     print(f"{len(all_cells)} cells, {len(all_cells) - len(left)} of them finished before; {config.run.directory}")
-    work: Work[Cell] = Work(model=partial(CellComputer, config), title=lambda cell: cell.title, noun="lines")
-    failed = map_units(left, work, config.workers, store).failed
+    failed = map_units(left, partial(CellComputer, config), config.workers, store, noun="lines").failed
     columns = [Column.of_model(model) for model in models]
     for column, model in zip(columns, models, strict=True):
         for cell in all_cells:

@@ -32,7 +32,7 @@ from jobs.scoring.config import PoolSection
 from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, Encoder, caption_encoder, pairs_record, resolve_pairs
 from jobs.scoring.results import picture
 from jobs.scoring.temperatures.config import SUMMARY_FILE, PredictPairTemperaturesConfig
-from jobs.scoring.units import Finished, UnitStore, Work, check_pool, map_units, part_file, to_parquet
+from jobs.scoring.units import Finished, UnitStore, check_pool, map_units, part_file, to_parquet
 from jobs.tasks.base import naming_field
 from pipelines.images.archives import list_image_archives
 from pipelines.images.captions import CaptionNoise
@@ -187,13 +187,15 @@ def predict_pairs(settings: PairPredictionSettings, output: str, workers: PoolSe
     missing = [part for part in parts if part.file not in done]
     if len(missing) < len(parts):
         print(f"{output} holds {len(parts) - len(missing)} of {len(parts)} parts")
-    work: Work[_Part] = Work(
+    outcome = map_units(
+        missing,
+        partial(_PartPredictor, settings, workers.use_gpu),
+        workers,
+        store,
         read=partial(_read, source, settings.noise),
-        model=partial(_PartPredictor, settings, workers.use_gpu),
         title=lambda part: f"{manifest.shards[part.shard].archive.rsplit('/', 1)[-1]} part {part.number}",
         noun="pairs",
     )
-    outcome = map_units(missing, work, workers, store)
     outcome.check()
     summary = _summary(settings, manifest, len(parts), output)
     write_json(f"{output}/{SUMMARY_FILE}", summary)

@@ -70,7 +70,7 @@ def few_rules() -> Iterator[None]:
 
 def bench(settings: BenchSettings) -> Comparison:
     worker = BenchWorker(settings)
-    return run_bench(settings, lambda units: [worker.do(unit) for unit in units])
+    return run_bench(settings, lambda units: [worker(unit).value for unit in units])
 
 
 @pytest.fixture(scope="module")

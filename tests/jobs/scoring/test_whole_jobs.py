@@ -45,7 +45,7 @@ from jobs.scoring.language_models.windows import num_words, read_lambada, wikite
 from jobs.scoring.temperatures import pairs as pairs_job
 from jobs.scoring.temperatures.config import PredictTemperaturesConfig
 from jobs.scoring.temperatures.texts import Predictor, resolve_settings
-from jobs.scoring.units import ScoringFailedError, UnitStore, Work, Worker, read_unit
+from jobs.scoring.units import ScoringFailedError, UnitStore, Worker, read_unit
 from pipelines.images.captions import CaptionNoise
 from pipelines.images.temperature_table import read_table
 from pipelines.storage import write_json
@@ -59,12 +59,12 @@ Pairs = tuple[Path, list[np.ndarray], list[str], list[int]]
 """Directory of images with captions, the readable images, their captions, and the image of each caption."""
 
 
-def rows_here(units: Sequence[Any], work: Work[Any], pool: Any, store: UnitStore | None) -> Iterator[Any]:
+def rows_here(units: Sequence[Any], model: Any, read: Any, pool: Any, store: UnitStore | None) -> Iterator[Any]:
     """Take the place of `run_rows` in this process: the same reader and the same worker, one row after the other."""
-    worker = Worker(work.model, store, 1)
+    worker = Worker(model, store, 1)
     for number, unit in enumerate(units):
-        row = units_module._Row(unit=number, item=unit, num_items=None if work.read else 1)
-        for batch in read_unit(row.in_batch(), work.read) if work.read else [row.in_batch()]:
+        row = units_module._Row(unit=number, item=unit, num_items=None if read else 1)
+        for batch in read_unit(row.in_batch(), read) if read else [row.in_batch()]:
             yield from worker(batch)["item"]
 
 
