@@ -31,7 +31,6 @@ class CrossValidation:
     """Plans of one cell of every task."""
 
     def describe(self) -> str:
-        """Returns the plan as text for the terminal."""
         grid, run = self.config.grid, self.config.run
         settings = ", ".join(setting.name for setting in grid.settings[:3])
         more = len(grid.settings) - 3
@@ -117,7 +116,6 @@ class Row:
     task: str
     setting: str
     accuracies: Sequence[float]
-    """Accuracies of the finished cells."""
     num_failed: int
     accuracy: Estimate | None
     """Estimate of the accuracy; None if every cell failed."""

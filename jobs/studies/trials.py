@@ -46,6 +46,7 @@ from jobs.engine.tracking import (
 )
 from jobs.engine.worker import EarlyStopping
 from jobs.scoring.mlflow_models import record_models
+from jobs.scoring.results import write_results
 from pipelines.problems import TooManyProblemsError
 from pipelines.storage import exists, read_json, resolve
 
@@ -58,8 +59,6 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A training run to be made."""
-
     config: TrainingConfig
     after: str = ""
     """Name of the trial from whose export this one starts; empty if there is none."""
@@ -76,8 +75,6 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
-    """The outcomes of the trials."""
-
     finished: Mapping[str, dict[str, Any]]
     """Name of a finished trial → its outcome."""
     failed: Mapping[str, str]
@@ -86,8 +83,6 @@ class Outcomes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results(Generic[Row]):
-    """The results of many runs."""
-
     rows: Sequence[Row]
     table: str
     failed: Mapping[str, str]
@@ -179,10 +174,6 @@ def run_trials(
         data_cpus: logical CPUs that each trial uses to read data.
         num_side_by_side: number of trials whose networks train side by side on one frozen base, for trials that differ in
             the sections temperature and optimizer only; 0: every trial runs by itself.
-
-    Raises:
-        ValueError: if the cluster cannot run so many trials at a time, if a trial's directory holds another
-            configuration, or if another driver is running these trials.
     """
     finished: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
@@ -353,9 +344,8 @@ def prepare_once(plans: Iterable[Plan]) -> dict[str, tuple[str, str, str]]:
 
     Trials that prepared them at the same time would write the same files.
 
-    Returns:
-        context → (name, digest, source URI), for MLflow. The contexts of the second data configuration are `train-1`
-            and so on.
+    Returned is context → (name, digest, source URI), for MLflow; the contexts of the second data configuration are `train-1`
+    and so on.
     """
     distinct: dict[str, Plan] = {}
     for plan in plans:
@@ -386,15 +376,10 @@ def publish(
     become null) and `files` (name → content) into the run's directory. They and the metrics are also logged to the parent
     run, which is then finished.
     """
-    text = json.dumps(masked({"configuration": dataclasses.asdict(config), **content, "failed": dict(failed)}))
-    finite = json.loads(text, parse_constant=lambda constant: None)
-    written: dict[str, str | bytes] = {
-        "results.md": table + "\n",
-        "results.json": json.dumps(finite, indent=1, ensure_ascii=False),
-        **(files or {}),
-    }
+    results = masked({"configuration": dataclasses.asdict(config), **content, "failed": dict(failed)})
     with tempfile.TemporaryDirectory() as local:
-        for name, data in written.items():
+        write_results(Path(local, "results.json"), results)
+        for name, data in {"results.md": table + "\n", **(files or {})}.items():
             Path(local, name).write_bytes(data.encode() if isinstance(data, str) else data)
         filesystem, path = resolve(config.run.directory)
         pyarrow.fs.copy_files(local, path, destination_filesystem=filesystem)

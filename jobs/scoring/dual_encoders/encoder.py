@@ -221,17 +221,16 @@ def encoding_units(
         content = json.dumps([_VERSION, model.digest, precision, *what]).encode()
         return hashlib.blake2b(content, digest_size=12).hexdigest()
 
+    common: dict[str, Any] = {"model": model, "data": data}
     of_images, of_texts = [], []
     for start in range(0, images.num_images, NUM_IMAGES_PER_UNIT):
         stop = min(start + NUM_IMAGES_PER_UNIT, images.num_images)
         name = key(model.image_size, images.digest, start, stop)
-        of_images.append(EncodingUnit(model=model, data=data, modality="image", start=start, stop=stop, key=name))
+        of_images.append(EncodingUnit(modality="image", start=start, stop=stop, key=name, **common))
     for start in range(0, len(texts), NUM_TEXTS_PER_UNIT):
         part = tuple(texts[start : start + NUM_TEXTS_PER_UNIT])
         name, stop = key(model.num_text_tokens, *part), start + len(part)
-        of_texts.append(
-            EncodingUnit(model=model, data=data, modality="text", start=start, stop=stop, texts=part, key=name)
-        )
+        of_texts.append(EncodingUnit(modality="text", start=start, stop=stop, texts=part, key=name, **common))
     return of_images, of_texts
 
 

@@ -13,8 +13,7 @@ import tyro
 
 from jobs.engine.config import RunSection, TrackingSection
 from jobs.engine.fields import FREE_TO_CHANGE, absolute_path, named_values
-from jobs.studies.reproduction.experiment import Scale
-from jobs.studies.reproduction.experiments import find
+from jobs.studies.reproduction.experiments import Scale, find
 
 # Fields that an experiment sets itself for each of its runs, and what the user should set instead.
 _OWN_FIELDS = {

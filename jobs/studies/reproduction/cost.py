@@ -74,15 +74,12 @@ _SMALL_START = 45.0
 
 
 class Cost(NamedTuple):
-    """The estimated cost of some runs."""
-
     hours: float
     unit: str
     bases: tuple[str, ...]
     """What the estimate is based on."""
 
     def describe(self) -> str:
-        """Returns the cost as text for the terminal."""
         amount = f"{self.hours:,.0f}" if self.hours >= 10 else f"{self.hours:.2g}"
         return f"about {amount} {self.unit} ({'; '.join(self.bases)})"
 
@@ -135,5 +132,4 @@ def _millions(config: TrainingConfig, path: str) -> float:
 
 
 def _preset_config(config: TrainingConfig) -> Any:
-    """Returns the configuration of a run's preset."""
     return PRESETS[max((name for name in PRESETS if config.run.name.startswith(f"{name}-")), key=len)]()

@@ -164,11 +164,7 @@ def measure_clip_overhead(scale: str, seed: int) -> dict[str, dict[str, float]]:
 
 
 def _compare(**tasks: tuple[Mapping[str, Callable[[], object]], int]) -> dict[str, dict[str, float]]:
-    """Returns form → the median ratio to the plain form's time in the same round, and items per second, of every task.
-
-    Args:
-        tasks: the forms of each, and the number of tokens or pairs that one call of them takes.
-    """
+    """Returns form → the median ratio to the plain form's time in the same round, and items per second, of every task."""
     figures: dict[str, dict[str, float]] = {"plain": {}, "TempNet": {}}
     for task, (forms, num_items) in tasks.items():
         seconds = time_in_turn(forms, _NUM_ROUNDS)
@@ -224,7 +220,6 @@ def _step(module: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
 
 
 def _make_training_steps(config: LanguageModelConfig) -> dict[str, Callable[[], None]]:
-    """Returns the functions that do a training step, by form."""
     from jobs.tasks.language_model.models import build_model
     from pipelines.text.tokenization import load_tokenizer
 
@@ -243,7 +238,6 @@ def _make_training_steps(config: LanguageModelConfig) -> dict[str, Callable[[], 
 
 
 def _make_generators(config: LanguageModelConfig) -> dict[str, Callable[[], None]]:
-    """Returns the functions that sample tokens for a batch of prompts, by form."""
     from jobs.tasks.language_model.models import build_base, build_tempnet, state_size
     from pipelines.text.tokenization import load_tokenizer
 

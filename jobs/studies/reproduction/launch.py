@@ -12,7 +12,7 @@ from jobs.engine.launch import check_directory, claim_directory
 from jobs.engine.task import Plan
 from jobs.engine.tracking import mark_if_ended
 from jobs.scoring.config import LanguageModelPool
-from jobs.studies.reproduction.experiment import Measure, Scores
+from jobs.studies.reproduction.experiments import Measure, Scores
 from jobs.studies.reproduction.plan import PlannedStudy, Reproduction, Run, list_needed_paths, locate, outcome_of
 from jobs.studies.reproduction.report import Replicates, StudyResult, as_content, as_markdown, as_png, verdict_of_claim
 from jobs.studies.reproduction.scoring import FinishedRun, Place
@@ -29,12 +29,7 @@ def check_reproduction(work: Reproduction) -> None:
 
 
 def run_reproduction(work: Reproduction) -> Results[StudyResult]:
-    """Run or continue an experiment, and write `results.md`, `results.json` and `figures.png` into its directory.
-
-    Raises:
-        ValueError, OSError, TooManyProblemsError, ScoringFailedError: naming the field and the legal values.
-            Whatever can be checked beforehand is raised before Ray starts.
-    """
+    """Run or continue an experiment, and write `results.md`, `results.json` and `figures.png` into its directory."""
     config = work.config
     check_reproduction(work)
     print(work.describe() + "\n", flush=True)
@@ -95,11 +90,7 @@ def scores_of(outcome: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _check(work: Reproduction) -> list[Plan]:
-    """Returns the plan of every arm's first run, except for runs that start from a run that has not been made yet.
-
-    Raises:
-        ValueError, OSError: naming the field and the legal values, also for data that only those later runs read.
-    """
+    """Returns the plan of every arm's first run, except for runs that start from a run that has not been made yet."""
     for name, path in work.scoring_data.items():
         if path and not exists(path):
             raise FileNotFoundError(

@@ -39,7 +39,6 @@ class PapersConfig:
 
 
 def write_papers(config: PapersConfig) -> str:
-    """Writes the page, and returns where it is."""
     storage = RunSection(name="papers", storage=config.storage).resolved_storage
     output = config.output or f"{storage}/papers.md"
     write_bytes(output, papers_page(_records(storage)).encode())
@@ -47,11 +46,7 @@ def write_papers(config: PapersConfig) -> str:
 
 
 def papers_page(records: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns the page, in Markdown.
-
-    Args:
-        records: id of an experiment → content of its `results.json`.
-    """
+    """Returns the page, in Markdown."""
     content = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
     lines = [_HEAD]
     for paper, items in content.items():
@@ -88,7 +83,6 @@ def _records(storage: str) -> dict[str, Mapping[str, Any]]:
 
 
 def _cells(entry: Mapping[str, Any], records: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
-    """Returns the command and the verdict of a table or figure."""
     if "not done" in entry:
         return "–", f"not done: {entry['not done']}"
     if "command" in entry:

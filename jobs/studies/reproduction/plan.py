@@ -21,8 +21,7 @@ from jobs.engine.report import markdown_table
 from jobs.engine.tracking import resolve_uri
 from jobs.studies.reproduction.config import ReproduceConfig
 from jobs.studies.reproduction.cost import PRESETS, cost_of
-from jobs.studies.reproduction.experiment import Arm, Experiment, Scale, Study
-from jobs.studies.reproduction.experiments import find
+from jobs.studies.reproduction.experiments import Arm, Experiment, Scale, Study, find
 from jobs.tasks.classifier.config import CrossValidationConfig
 from pipelines.storage import read_json
 
@@ -32,8 +31,6 @@ _SMALL_WORKERS = {"workers.num_workers": 1, "workers.cpus_per_worker": 0.7, "wor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicate:
-    """The source of randomness of a run: its seed and, in a cross-validation, its fold."""
-
     number: int
     """Number of the seed, from 0."""
     seed: int
@@ -47,8 +44,6 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A training run of a study."""
-
     arm: Arm
     replicate: Replicate
     config: TrainingConfig
@@ -57,7 +52,6 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Name of the run."""
         return self.config.run.name
 
 
@@ -78,8 +72,6 @@ class PlannedStudy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reproduction:
-    """The plan that a configuration leads to."""
-
     config: ReproduceConfig
     experiment: Experiment
     studies: list[PlannedStudy]
@@ -94,7 +86,6 @@ class Reproduction:
 
     @property
     def runs(self) -> dict[str, Run]:
-        """Name → run, for all studies."""
         return {run.name: run for planned in self.studies for run in planned.runs}
 
     @property
@@ -109,7 +100,6 @@ class Reproduction:
         return named | {name: path for name, path in self.config.paths.items() if name in named}
 
     def describe(self) -> str:
-        """Returns the plan as text for the terminal."""
         config, experiment, runs = self.config, self.experiment, list(self.runs.values())
         finished = sum(outcome_of(run) is not None for run in runs)
         lines = [
@@ -212,7 +202,6 @@ def _make_runs(study: Study, job: ReproduceConfig, common: Mapping[str, Any]) ->
 
 
 def outcome_of(run: Run) -> Mapping[str, Any] | None:
-    """Returns the outcome of a finished run, else None."""
     return read_json(f"{run.config.run.directory}/outcome.json")
 
 

@@ -24,7 +24,7 @@ import matplotlib
 
 from jobs.engine.report import markdown_table
 from jobs.studies.estimates import Estimate, estimate
-from jobs.studies.reproduction.experiment import Arm, Measure, Scores, Statement, Study, above
+from jobs.studies.reproduction.experiments import Arm, Measure, Scores, Statement, Study, above
 from jobs.studies.reproduction.plan import Reproduction
 from jobs.studies.reproduction.scoring import History
 
@@ -46,8 +46,6 @@ _BASELINE = "cross-entropy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """A statement with its estimate and verdict."""
-
     statement: Statement
     estimate: Estimate | None
     """Estimate of the weighted sum; None if no seed has all of its figures."""
@@ -57,8 +55,6 @@ class Judged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyResult:
-    """A study with its figures and verdicts."""
-
     study: Study
     replicates: Replicates
     judged: Sequence[Judged]
@@ -66,7 +62,6 @@ class StudyResult:
 
     @classmethod
     def of(cls, study: Study, replicates: Replicates, test_share: float = 0.0) -> StudyResult:
-        """Returns the result of a study with these figures."""
         measures = {measure.name: measure for measure in study.measures}
         judged = [judge(one, replicates, measures, test_share=test_share) for one in study.statements]
         return cls(study=study, replicates=replicates, judged=judged, test_share=test_share)
@@ -107,7 +102,6 @@ def judge(
 
 
 def judge_estimate(statement: Statement, total: Estimate | None) -> Verdict:
-    """Returns the verdict on a statement by the estimate of its weighted sum."""
     if total is None or math.isnan(total.half_width):
         return UNSEEN
     lower, upper = total.mean - total.half_width, total.mean + total.half_width
@@ -125,12 +119,10 @@ def judge_claim(judged: Sequence[Judged], *, num_left_out: int = 0) -> Verdict:
 
 
 def verdict_of_claim(work: Reproduction, results: Sequence[StudyResult]) -> Verdict:
-    """Returns the verdict on the claim, from all its statements."""
     return judge_claim([judged for result in results for judged in result.judged], num_left_out=work.num_left_out)
 
 
 def as_markdown(work: Reproduction, results: Sequence[StudyResult], failed: Mapping[str, str]) -> str:
-    """Returns the whole report in Markdown."""
     config, experiment = work.config, work.experiment
     seeds = "1 seed" if config.seeds == 1 else f"{config.seeds} seeds"
     steps = f", {config.steps:,} steps a run" if config.steps else ""

@@ -19,19 +19,15 @@ from pipelines.storage import read_bytes, resolve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRun:
-    """A finished run with its outcome."""
-
     config: TrainingConfig
     outcome: Mapping[str, Any]
 
     @property
     def name(self) -> str:
-        """Name of the run."""
         return self.config.run.name
 
     @property
     def export(self) -> str:
-        """Location of its exported model."""
         return str(self.outcome["export"])
 
 
@@ -60,11 +56,7 @@ class Scoring:
         return {}
 
     def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
-        """Returns name of a run → its scores. Ray must be running.
-
-        Raises:
-            ValueError, OSError, ScoringFailedError: as the evaluation jobs.
-        """
+        """Returns name of a run → its scores. Ray must be running."""
         raise NotImplementedError
 
 
@@ -87,7 +79,6 @@ class Retrieval(Scoring):
         return {**self.retrieval, **self.zero_shot, **captions}
 
     def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
-        """Scores the runs with `jobs.evaluate_clip`."""
         from jobs.scoring.dual_encoders.config import EvaluateClipConfig
         from jobs.scoring.dual_encoders.evaluate import evaluate
 
@@ -116,11 +107,9 @@ class Transfer(Scoring):
 
     @property
     def data(self) -> Mapping[str, str]:
-        """The directory of SentEval's tasks."""
         return {"senteval": self.directory}
 
     def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
-        """Scores the runs with `jobs.evaluate_sentences`."""
         from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
         from jobs.scoring.sentence_encoders.evaluate import evaluate, mean_accuracies
 
@@ -160,7 +149,6 @@ class Language(Scoring):
         return {"wikitext": self.wikitext} | ({"lambada": self.lambada} if self.lambada else {})
 
     def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
-        """Scores the runs with `jobs.evaluate_lm`."""
         from jobs.scoring.language_models.config import EvaluateConfig
         from jobs.scoring.language_models.evaluate import evaluate
         from tempnet.loading import find_tempnet
@@ -284,6 +272,5 @@ def read_stored_temperatures(directory: str, num_pairs: int) -> Any:
 
 
 def _names(directory: str) -> list[str]:
-    """Returns the names of the files and directories in a directory at a path or URI."""
     filesystem, path = resolve(directory)
     return [item.base_name for item in filesystem.get_file_info(FileSelector(path))]

@@ -225,7 +225,6 @@ class _BandSearch:
         return near.tau_mean * math.exp(exponent * (math.log(combination[axis]) - log_value))
 
     def _distance(self, point: Point, other: Point) -> int:
-        """Returns the distance between two combinations, in numbers of values along the axes."""
         return sum(abs(values.index(point[name]) - values.index(other[name])) for name, values in self.others.items())
 
     def _list_untried(self, point: Point) -> list[Point]:
@@ -251,12 +250,8 @@ def search_band(axes: Axes, *, band: tuple[float, float], budget: float, **optio
     axis is set to the value that should bring them to the middle of the band. If there are none, the first axis is
     searched for the middle of the band.
 
-    Args:
-        axes: the axes; the first one is the axis that moves the mean temperature.
-        band: bounds of the mean temperature.
-        budget: number of steps in whole trials; never exceeded.
-        options: `start`, the first value to try on the first axis, its middle by default; `slope`, the prior of
-            d log τ̄ / d value along the first axis; `whole`, names of the axes whose values are whole numbers.
+    The budget, in whole trials, is never exceeded. Options are `start`, the first value to try on the first axis, its middle
+    by default; `slope`, the prior of d log τ̄ / d value along it; `whole`, names of the axes whose values are whole numbers.
     """
     return _BandSearch(axes=axes, band=band, budget=budget, **options).run()
 
@@ -283,16 +278,8 @@ def next_value(
     the temperature may rise with ρ: with the prior alone 17 points fewer of the searches on recorded dual encoders come
     within .5 % of the grid's best (measured at 289c795).
 
-    Args:
-        observations: (value, mean temperature) of the trials so far; NaN for the temperature of a failed trial.
-        ends: the smallest and the largest value that may be tried.
-        band: bounds of the mean temperature.
-        start: the value to try first.
-        slope: prior of d log τ̄ / d value, for fewer than two observations.
-        is_whole: whether the value must be a whole number.
-
-    Returns:
-        the value, or None if there is nothing left to try between the ends.
+    Observations are (value, mean temperature) of the trials so far, NaN for the temperature of a failed trial; without any
+    it is `start`. It is None if there is nothing left to try between the ends.
     """
     low, high = ends
     known = sorted((value, log_distance(tau, band)) for value, tau in observations if tau > 0.0)

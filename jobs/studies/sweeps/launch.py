@@ -70,8 +70,6 @@ Runs: TypeAlias = dict[str, tuple[Point, dict[str, Any] | None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """The plan of a sweep, known before anything starts."""
-
     config: SweepConfig[Any]
     plans: Sequence[Plan]
     """Plans of the first round's trials, followed by those of the trials at the ends of the axes."""
@@ -92,7 +90,6 @@ class Sweep:
         )
 
     def describe(self) -> str:
-        """Returns the plan as text for the terminal."""
         config, run = self.config, self.config.run
         axes = ", ".join(f"{name} {min(axis):g} to {max(axis):g}" for name, axis in config.sweep.values.items())
         limit = "at most " if config.sweep.search == "band" else ""
@@ -357,18 +354,14 @@ def _export_best(sweep: Sweep, best: Row | None) -> None:
 
 
 class _ProgressLines(tune.Callback):
-    """Prints a line for every trial that ends."""
-
     def __init__(self, num_trials: int) -> None:
         self._num_trials, self._num_ended, self._started = num_trials, 0, time.monotonic()
 
     def on_trial_complete(self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any) -> None:
-        """Print how a trial ended that did not raise an error."""
         scores = trial.last_result
         self._print_line(trial, f"{describe_scores(scores)}, step {scores.get('step', 0)}")
 
     def on_trial_error(self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any) -> None:
-        """Print that a trial has failed."""
         self._print_line(trial, "FAILED")
 
     def _print_line(self, trial: TuneTrial, text: str) -> None:

@@ -23,8 +23,6 @@ from matplotlib.figure import Figure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A row of the report: the results of one trial."""
-
     name: str
     point: Mapping[str, float]
     tau_mean: float

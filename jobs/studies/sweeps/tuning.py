@@ -177,7 +177,6 @@ class RuleStopper(Stopper):
         """Trial ID → why it was ended."""
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-        """Returns whether to end a trial after what it has reported."""
         if "tau_mean" not in result and LOSS not in result:
             return False
         validation = Validation(step=result["step"], scores=result)

@@ -21,8 +21,18 @@ from jobs.studies.estimates import estimate
 from jobs.studies.reproduction import launch
 from jobs.studies.reproduction.config import ReproduceConfig
 from jobs.studies.reproduction.direct import COSINES, measure_gradient_scales
-from jobs.studies.reproduction.experiment import Measure, Statement, above, below, between, equal
-from jobs.studies.reproduction.experiments import ALIASES, EXPERIMENTS, find, read_claim
+from jobs.studies.reproduction.experiments import (
+    ALIASES,
+    EXPERIMENTS,
+    Measure,
+    Statement,
+    above,
+    below,
+    between,
+    equal,
+    find,
+    read_claim,
+)
 from jobs.studies.reproduction.plan import Reproduction, list_needed_paths, make_reproduction
 from jobs.studies.reproduction.report import (
     UNSEEN,
