@@ -163,7 +163,6 @@ class HiddenStates:
 
 
 def prepare_hidden_states(config: LanguageModelConfig) -> list[Features]:
-    """Store the hidden states of the training and the validation text of a run, and return both."""
     if not config.model.is_frozen:
         raise ValueError(
             "model.freeze must be True: the hidden states of a base that is trained change with every step"
@@ -224,7 +223,6 @@ class Towers:
 
 
 def prepare_embeddings(config: ClipConfig) -> list[PairEmbeddings]:
-    """Store the embeddings of the training and the validation pairs of a run, and return both."""
     if not config.model.freeze:
         raise ValueError("model.freeze must be True: the embeddings of towers that are trained change with every step")
     config = resolve_paths(config)

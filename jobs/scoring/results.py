@@ -174,47 +174,35 @@ def publish_evaluation(
     return Results(columns=columns, table=table)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
-    """The figures of an analysis in the form of JSON, and how they are shown."""
+def publish_findings(
+    config: Analysis,
+    title: str,
+    *,
+    uri: str,
+    values: Mapping[str, Any],
+    table: str,
+    conclusion: str,
+    plot: Callable[[Path], None],
+    plot_file: str,
+    metrics: Mapping[str, float],
+    settings: dict[str, Any],
+    source: str,
+) -> None:
+    """Publish the figures, the table and the picture of an analysis, and print the table and the conclusion, one line.
 
-    title: str
-    values: Mapping[str, Any]
-    table: str
-    conclusion: str
-    """One line that says what they mean."""
-    picture: str
-    """Name of the file that `plot` draws."""
-    plot: Callable[[Path], None]
-    metrics: Mapping[str, float]
-    settings: dict[str, Any]
-    """What the figures depend on; together with the place of the results it identifies the run in MLflow."""
-    source: str
-    """Path or URI of the data."""
-
-
-def publish_findings(config: Analysis, findings: Findings, *, uri: str) -> None:
-    """Publish the figures, the table and the picture of an analysis, and print the table and the conclusion."""
-    values = {**findings.values, "title": findings.title, "settings": findings.settings}
-    output, digest = absolute_output(config.output), settings_digest(findings.settings)
+    The settings are what the figures depend on; with the place of the results they identify the run in MLflow. The source
+    is the path or URI of the data.
+    """
+    output, digest = absolute_output(config.output), settings_digest(settings)
 
     def write(local: Path) -> None:
-        write_results(local / "results.json", values)
-        (local / "results.md").write_text(findings.table + "\n")
-        findings.plot(local / findings.picture)
+        write_results(local / "results.json", {**values, "title": title, "settings": settings})
+        (local / "results.md").write_text(table + "\n")
+        plot(local / plot_file)
 
-    publish(
-        config,
-        output,
-        write,
-        uri=uri,
-        name=findings.title,
-        digest=digest,
-        metrics=findings.metrics,
-        note=findings.table,
-        data_sets={"evaluation": ("data", digest, findings.source)},
-    )
-    print(f"\n{findings.table}\n\n{findings.conclusion}\n{output}/results.json, results.md and {findings.picture}")
+    data_sets = {"evaluation": ("data", digest, source)}
+    publish(config, output, write, uri=uri, name=title, digest=digest, metrics=metrics, note=table, data_sets=data_sets)
+    print(f"\n{table}\n\n{conclusion}\n{output}/results.json, results.md and {plot_file}")
 
 
 @contextmanager

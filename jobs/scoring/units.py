@@ -157,7 +157,6 @@ class Outcome:
     failed: dict[str, str] = field(default_factory=dict)
     """Title → reason for every unit that failed."""
     num_cases: int = 0
-    """Number of cases that were finished now."""
     values: dict[int, list[Any]] = field(default_factory=dict)
     """Place of a unit → what the model sent of its items."""
 
@@ -380,8 +379,6 @@ def describe_error(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """Description of a model, to be sent to the workers."""
-
     label: str
     path: str
     """Absolute path or URI of its directory, or its hub name."""

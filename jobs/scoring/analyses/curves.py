@@ -17,7 +17,7 @@ from jobs.engine.config import TrackingSection
 from jobs.engine.report import markdown_table
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.analyses.config import Analysis, Openness, TauMax
-from jobs.scoring.results import Findings, picture, publish_findings
+from jobs.scoring.results import picture, publish_findings
 from jobs.scoring.units import absolute_output
 from pipelines.storage import join, read_json
 from tempnet.intervals import Interval, mean_interval
@@ -46,7 +46,6 @@ class Curves:
         return markdown_table([[self.quantity, *next(iter(self.points.values()))], *rows])
 
     def plot(self, title: str, path: Path, *, is_logarithmic: bool = False) -> None:
-        """Plot every figure over the quantity, one below the other, with 95 % intervals."""
         names = list(next(iter(self.points.values())))
         size = (7, 0.8 + 2.2 * len(names))
         with picture(path, len(names), figsize=size, sharex=True, title=title) as rows:
@@ -72,16 +71,17 @@ class Curves:
         is_logarithmic: bool = False,
         **options: Any,
     ) -> Curves:
-        """Publish the curves with other values, and return them; `options` are further fields of `Findings`."""
-        findings = Findings(
-            title=title,
+        """Publish the curves with other values, and return them; `options` are further arguments of `publish_findings`."""
+        publish_findings(
+            config,
+            title,
+            uri=uri,
             values={**self.values(), **values},
             table=self.table(),
             plot=partial(self.plot, title, is_logarithmic=is_logarithmic),
             settings={"analysis": title, **settings},
             **options,
         )
-        publish_findings(config, findings, uri=uri)
         return self
 
 
@@ -126,7 +126,7 @@ def analyse_openness(config: Openness) -> Curves:
             f"Spearman(τ, entropy) is {show(found[0])} at step {steps[0]:g} and {show(found[-1])} at step {steps[-1]:g}; "
             f"{len(scores)} runs"
         ),
-        picture="training.png",
+        plot_file="training.png",
         metrics={"spearman": found[-1].mean},
         settings={"runs": {run: outcome["mlflow_run_id"] for run, outcome in outcomes.items()}},
         source=config.runs[0],
@@ -178,7 +178,7 @@ def analyse_tau_max(config: TauMax) -> Curves:
             f"lowest word perplexity {show(rows[best]['word perplexity'])} at τ_max = {best:g}, where the mean τ is "
             f"{show(rows[best]['mean τ'])}; {show(at_one)} at τ = 1; {len(config.models)} models"
         ),
-        picture="tau_max.png",
+        plot_file="tau_max.png",
         metrics={"word_perplexity": rows[best]["word perplexity"].mean, "tau_max": best},
         settings={"models": list(config.models), "text": config.wikitext, "τ_max": list(config.tau_max)},
         source=config.wikitext,

@@ -19,7 +19,7 @@ from jobs.engine.report import markdown_table
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.analyses.config import Noise, PairAnalysis, Phase
 from jobs.scoring.analyses.curves import Curves, show
-from jobs.scoring.results import Findings, picture, publish_findings
+from jobs.scoring.results import picture, publish_findings
 from jobs.scoring.temperatures.config import PredictPairTemperaturesConfig
 from jobs.scoring.temperatures.pairs import (
     MODALITIES,
@@ -79,7 +79,7 @@ def analyse_phase(config: Phase) -> Curves:
         uri=uri,
         values={"num_trials": len(trials)},
         conclusion=f"{conclusion}; {len(trials)} trials",
-        picture="phase.png",
+        plot_file="phase.png",
         is_logarithmic=low > 0,
         metrics={f"spearman_{noun}": points[high][name].mean for noun, name in figures.items()},
         settings={name: of_trial.record() for name, of_trial in settings.items()},
@@ -136,18 +136,19 @@ def analyse_noise(config: Noise) -> dict[str, Any]:
         [name, f"{int(chosen.sum())}", *(show(mean_interval(of_kind[chosen])) for of_kind in tau.values())]
         for name, chosen in groups.items()
     ]
-    findings = Findings(
-        title=_TITLE,
+    publish_findings(
+        config,
+        _TITLE,
+        uri=uri,
         values=values,
         table=markdown_table(rows),
         conclusion=conclude_noise(values),
-        picture="noise.png",
+        plot_file="noise.png",
         plot=partial(plot, groups, tau),
         metrics={f"noisy_minus_clean_{noun}": values["differences"][noun]["mean"] for noun in tau},
         settings={"analysis": _TITLE, "label": config.label, **settings.record()},
         source=config.images,
     )
-    publish_findings(config, findings, uri=uri)
     return values
 
 
@@ -180,7 +181,6 @@ def figures(groups: Groups, tau: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def conclude_noise(values: Mapping[str, Any]) -> str:
-    """Return one line that says whether noisy captions and their images have another τ than the others."""
     parts = []
     for noun, difference in values["differences"].items():
         mean, half = difference["mean"], difference["half_width"]

@@ -27,7 +27,7 @@ from pyarrow.fs import FileType
 from jobs.engine.report import markdown_table
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.analyses.config import Instructions, Subjectivity, TextAnalysis
-from jobs.scoring.results import Findings, picture, publish_findings
+from jobs.scoring.results import picture, publish_findings
 from jobs.scoring.temperatures.config import PredictTemperaturesConfig
 from jobs.scoring.temperatures.texts import model_settings, predict_archives
 from jobs.scoring.text_parts import list_sources
@@ -60,7 +60,6 @@ class Records:
     records: list[tuple[str, str]]
     groups: list[str]
     left_out: Counter[str]
-    """Number of records that were left out, by reason."""
     has_order: bool
     """Whether the order of the groups means something, so that a rank correlation with it does."""
 
@@ -192,18 +191,19 @@ def analyse(config: TextAnalysis, records: Records, title: str) -> dict[str, Any
     metrics = {"tau_mean": values["tau_mean"], "num_records": float(values["num_records"])}
     if values["spearman"]:
         metrics["spearman"] = values["spearman"]["mean"]
-    findings = Findings(
-        title=title,
+    publish_findings(
+        config,
+        title,
+        uri=uri,
         values=values,
         table=table(values),
         conclusion=conclusion(values),
-        picture="groups.png",
+        plot_file="groups.png",
         plot=partial(plot, values, title),
         metrics=metrics,
         settings=record,
         source=config.data,
     )
-    publish_findings(config, findings, uri=uri)
     return values
 
 
@@ -247,7 +247,6 @@ def _in_order(values: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def conclusion(values: dict[str, Any]) -> str:
-    """Return one line that says whether τ differs between the groups."""
     left_out = ", ".join(f"{count} {reason}" for reason, count in values["left_out"].items()) or "none"
     counts = f"{values['num_records']} records; left out: {left_out}"
     if correlation := values["spearman"]:

@@ -81,7 +81,6 @@ Verifier = Callable[[int, SampledText], tuple[Hashable | None, bool]]
 
 
 def published_rules() -> dict[str, list[Rule]]:
-    """Return the decoders that learn nothing, with the parameters that are tried."""
     constants = (2, 3, 4, 6, 8, 10, 12, 14, 16, 18, 19, 20, 21, 22, 24, 28, 32)
     taus = (1.0, 1.5, 2.0, 3.0)
     ranges = ((0.5, 0.25), (0.5, 0.5), (1.0, 0.25), (1.0, 0.5), (1.0, 1.0), (1.5, 1.5))
@@ -221,7 +220,6 @@ def score_rules(model: FrozenModel, text: MeasuredText, rules: Mapping[str, Rule
 
 
 def compare_on_text(model: FrozenModel, text: MeasuredText, families: Families, *, seed: int) -> Comparison:
-    """Choose the parameters of every decoder on the choosing documents and score them on the reporting ones."""
     choosing, reporting = split_text(text)
     rules = {f"{name}\t{place}": rule for name, family in families.items() for place, rule in enumerate(family)}
     tried = score_rules(model, choosing, rules, seed=seed)
@@ -254,7 +252,6 @@ class BenchSettings:
     """What a worker needs, which has a working directory of its own; documents and prompts are token ids."""
 
     config: Decoders
-    """The configuration, with absolute paths."""
     vocab_size: int
     bos_id: int
     documents: tuple[tuple[int, ...], ...]

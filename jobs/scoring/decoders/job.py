@@ -30,7 +30,7 @@ from jobs.scoring.decoders.bench import (
 from jobs.scoring.decoders.model import SampledText
 from jobs.scoring.generation.formats import FORMATS, Prompt, read_prompts
 from jobs.scoring.generation.sampling import cut
-from jobs.scoring.results import Findings, picture, publish_findings
+from jobs.scoring.results import picture, publish_findings
 from jobs.scoring.text_parts import list_sources
 from jobs.scoring.units import map_units, model_labels
 from jobs.tasks.base import naming_field
@@ -58,18 +58,19 @@ def compare_decoders(config: Decoders) -> dict[str, Any]:
     values = figures(comparison, k=config.k) | {"known_text": known}
     if known:
         print("\nThe model was trained on some of this text: what is found does not hold for new text.")
-    findings = Findings(
-        title="decoders",
+    publish_findings(
+        config,
+        "decoders",
+        uri=uri,
         values=values,
         table=table(values),
         conclusion=conclusion(values),
-        picture="frontier.png",
+        plot_file="frontier.png",
         plot=partial(plot, values),
         metrics=_metrics(values),
         settings=_record(config, settings),
         source=config.text,
     )
-    publish_findings(config, findings, uri=uri)
     return values
 
 
@@ -183,7 +184,6 @@ def find_tempnets(config: Decoders, vocab_size: int) -> dict[str, str]:
 def make_verifier(
     config: Decoders, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerFast
 ) -> Callable[[int, SampledText], tuple[Hashable | None, bool]] | None:
-    """Return what checks the answer of a text, or None for a format without answers."""
     chosen = FORMATS[config.format]
 
     def verify(place: int, sampled: SampledText) -> tuple[Hashable | None, bool]:
@@ -260,7 +260,6 @@ def _prompt_values(found: PromptFigures) -> dict[str, Any]:
 
 
 def table(values: dict[str, Any]) -> str:
-    """Return the one Markdown table: a row for each decoder, first what it does on text, then on prompts."""
     k = values["k"]
     heading = ["decoder", "on text", "NLL", "gain, mnat", "Brier", "ECE, %", "left out, %"]
     heading += ["on prompts", "log p", "distinct-2", "self-BLEU"]

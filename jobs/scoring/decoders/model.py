@@ -30,15 +30,7 @@ from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.base_model import load_base
 from tempnet.decoders.autodeco import AutoDeco, AutoDecoHeads, autodeco_loss
-from tempnet.decoders.rules import (
-    ConstantTemperature,
-    PredictedTemperature,
-    Rule,
-    Shuffled,
-    Warped,
-    entropy,
-    temper,
-)
+from tempnet.decoders.rules import ConstantTemperature, PredictedTemperature, Rule, Shuffled, Warped, entropy, temper
 from tempnet.inference import end_ids
 from tempnet.models.output_head import find_output_head
 from tempnet.network import TempNet
@@ -78,8 +70,6 @@ class SampledText:
 
 
 class FrozenModel:
-    """A causal language model whose weights stay as they are."""
-
     def __init__(self, config: Decoders, *, vocab_size: int, bos_id: int) -> None:
         use_gpu = config.workers.use_gpu
         if use_gpu and not torch.cuda.is_available():

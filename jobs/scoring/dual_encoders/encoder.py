@@ -49,7 +49,6 @@ class DualEncoderSpec(ModelSpec):
     num_text_tokens: int
     """Maximum number of tokens of a text; longer texts are cut."""
     vocab_size: int
-    """Number of tokens in the text encoder's embedding table."""
 
     @classmethod
     def read(cls, label: str, path: str, *, field: str = "models") -> DualEncoderSpec:
@@ -236,8 +235,6 @@ def encoding_units(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embeddings:
-    """The embeddings of one unit, or of several units joined."""
-
     rows: np.ndarray
     """(n, d) unit rows, float32."""
     numbers: np.ndarray

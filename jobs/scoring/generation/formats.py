@@ -42,7 +42,6 @@ class PromptFormat:
     stop: tuple[str, ...] = ()
     """Strings that end a text. They are not used with a chat template, since a chat model ends its own turn."""
     grade: Callable[[Prompt, str], Mapping[str, Any]] = lambda prompt, text: {}
-    """Returns the fields to add to the record of a text, such as whether its answer is correct."""
     export: Callable[[Sequence[Answered], str, str], str] | None = None
     """(answers, name of the model, hash of the settings) → content of the file that the benchmark expects. None: the
     records file itself is the output."""

@@ -112,7 +112,6 @@ class Outcome:
     prompts: list[Prompt]
     file: RecordFile
     num_kept: int
-    """Number of texts of this run that earlier runs had already generated."""
     lost: list[Key] = field(default_factory=list)
     """Texts that were not generated because the prompt does not fit into the context; later turns of such a prompt
     are lost too."""
@@ -186,7 +185,6 @@ def is_chat(chat: str, tokenizer: PreTrainedTokenizerFast, model: str) -> bool:
 
 
 def choose_temperature(config: GenerateConfig, tokenizer: PreTrainedTokenizerFast) -> TempNet | float | None:
-    """Returns the TempNet, a constant temperature, or None for greedy decoding."""
     if config.temperature == "greedy":
         return None
     if config.fixed_temperature is not None:

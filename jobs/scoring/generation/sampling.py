@@ -143,14 +143,11 @@ class StopStrings(StoppingCriteria):
 
 
 def cut(text: str, stop: Sequence[str]) -> str:
-    """Return the text before the first of the stop strings."""
     return text[: min([text.find(string) for string in stop if string in text], default=len(text))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One text to generate; its key seeds the draws together with the job's seed."""
-
     key: Key
     prompt: str
     ids: list[int]
@@ -161,7 +158,6 @@ class Generated:
     """The result of a request; lists have an entry for every token that was drawn, including the end-of-text token."""
 
     text: str
-    """The generated text without special tokens, cut before the stop string that ended it."""
     ids: list[int]
     tau: list[float] | None
     """The temperature that each token was drawn with; None for greedy decoding, which draws nothing."""

@@ -48,7 +48,6 @@ class Question:
     title: str
     """Heading of its table; empty for none."""
     files: tuple[str, ...]
-    """Names of its tables in the output, in order."""
     noun: str
     """What would have a temperature of its own: token, image, caption."""
     case: str
@@ -133,7 +132,6 @@ def verdict(test: HeadroomTest, question: Question, best: str, *, least_gain: fl
 
 
 def table(values: dict[str, Any], question: Question) -> str:
-    """Returns the figures as a Markdown table: gains in thousandths of a nat per case, ECE in per cent."""
     constant = values["best_constant"]
     rows = [["temperature", "gain, mnat", "second order", "MeanShift", "shuffled", "ECE, %"]]
     if question.own_name:

@@ -46,15 +46,7 @@ from jobs.scoring.dual_encoders.encoder import (
 )
 from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.headroom.job import Question, measured_table
-from jobs.scoring.units import (
-    Finished,
-    ScoringFailedError,
-    UnitStore,
-    check_pool,
-    map_units,
-    part_file,
-    to_parquet,
-)
+from jobs.scoring.units import Finished, ScoringFailedError, UnitStore, check_pool, map_units, part_file, to_parquet
 from jobs.tasks.base import naming_field
 from pipelines.images.pairs import PairSource
 from pipelines.images.prepare import PrepareImagesConfig, describe, prepare_images
@@ -188,8 +180,6 @@ def find_unit_tau(embedded: EmbeddedWindow, gallery_images: int, seed: int) -> f
 
 
 class _Embedded(NamedTuple):
-    """Where the embeddings of all pairs are."""
-
     store: UnitStore
     images: list[EncodingUnit]
     texts: list[EncodingUnit]

@@ -89,7 +89,6 @@ class EvaluationUnit:
     temperature: Temperature
     task: str
     part: int
-    """Number of the slice within the task, from 0."""
     key: str
     """Hash of everything that decides the result. It leaves out the batch size, the workers and the device, which affect
     only the last digits."""
@@ -205,7 +204,6 @@ def _task_digest(tasks: Tasks, name: str) -> str:
 
 
 def _tempnets(config: EvaluateConfig) -> list[str]:
-    """Returns the location of each model's TempNet; an empty string if it has none."""
     if config.tempnets:
         return ["" if path == NO_TEMPNET else path for path in config.tempnets]
     beside = [join(model, PAIRED_DIRECTORY) for model in config.models]

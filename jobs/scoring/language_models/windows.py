@@ -182,7 +182,6 @@ def score_windows(
     vocab_size: int | None,
     batch_size: int,
 ) -> dict[str, Score]:
-    """Score windows at each of several temperatures."""
     scores = {name: Score() for name in functions}
     # sorted by length, so that batches need little padding
     order = sorted(windows, key=lambda window: -len(window.inputs))

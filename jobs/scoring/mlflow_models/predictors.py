@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -30,18 +30,6 @@ INPUTS = Schema([ColSpec(DataType.string, "text")])
 EXAMPLES = ["The temperature of a softmax decides how sharply a model commits.", "People guess it."]
 _BATCH_SIZE = 16
 _TAU = ColSpec(DataType.double, "tau")
-
-
-class TextPredictor(Protocol):
-    """Predicts temperatures of texts with an export, whose directory it is created from."""
-
-    outputs: Schema
-
-    def __init__(self, export: Path) -> None: ...
-
-    def __call__(self, texts: Sequence[str]) -> pd.DataFrame:
-        """Returns one row for every text."""
-        ...
 
 
 class TokenTemperatures:
@@ -96,6 +84,10 @@ class SentenceTemperatures:
     def __call__(self, texts: Sequence[str]) -> pd.DataFrame:
         rows = F.normalize(self._encoder.encode(texts, self._tokenizer, batch_size=_BATCH_SIZE), dim=-1)
         return pd.DataFrame({"tau": self._tempnet(rows).double().numpy()})
+
+
+TextPredictor: TypeAlias = TokenTemperatures | CaptionTemperatures | SentenceTemperatures
+"""Predicts temperatures of texts with an export, whose directory it is created from: one row for every text."""
 
 
 def predictor_kind(export: Path) -> type[TextPredictor] | None:

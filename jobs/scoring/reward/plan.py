@@ -56,7 +56,6 @@ class RewardPlan:
     """A checked configuration, with what follows from it; it is sent to the workers."""
 
     config: RewardConfig
-    """The configuration, with absolute paths."""
     questions: tuple[Question, ...]
     """The prompts that leave room for `max_new_tokens` in the model's context."""
     held_out: tuple[Question, ...]
@@ -206,7 +205,6 @@ def _questions_digest(questions: tuple[Question, ...]) -> str:
 
 
 def make_network(plan: RewardPlan) -> TempNet:
-    """Return the TempNet of the first step, in eval mode, in which it has no dropout."""
     path = plan.config.temperature.path
     if not path:
         with torch.random.fork_rng(devices=[]):

@@ -70,7 +70,6 @@ class Order:
     kl_weight: float | None = None
     """λ; None: nothing is learned, and no gradient computed."""
     reference: float = 1.0
-    """The constant temperature that the divergence is measured from."""
 
 
 class GroupSums(NamedTuple):
@@ -96,11 +95,9 @@ class Answer:
     """What came of an order; answers can be added."""
 
     groups: list[GroupSums] = field(default_factory=list)
-    """The groups that have a text with a reward."""
     gradient: dict[str, Tensor] = field(default_factory=dict)
     """Sum over texts of the gradient of the loss, by the name of the parameter; empty if nothing is learned."""
     failures: Counter[str] = field(default_factory=Counter)
-    """Number of texts lost to the verifier, by reason."""
     first_failure: str = ""
 
     def add(self, other: Answer) -> None:

@@ -49,7 +49,6 @@ class RewardTrainer:
         self.plan = plan
         self.network: TempNet = make_network(plan)
         self.step = 0
-        """Number of steps made."""
         self.history: list[Figures] = []
         self.constants: dict[float, Figures] = {}
         """Constant → its figures on training prompts, for all that were tried; empty before they are."""

@@ -154,7 +154,6 @@ class Cell:
     model: SentenceEncoderSpec
     data: SentenceTask | Judgements
     options: Mapping[str, Any]
-    """All other settings that decide the figures."""
 
     @property
     def title(self) -> str:
@@ -304,7 +303,6 @@ def read_data(config: EvaluateSentencesConfig) -> list[SentenceTask | Judgements
 
 
 def check_folds(task: SentenceTask, config: EvaluateSentencesConfig) -> None:
-    """Check that every class of the task has at least as many sentences as there are folds."""
     name, number = "num_inner_folds", config.num_inner_folds
     smallest = int(np.bincount(task.parts["train" if task.has_split else "all"].labels).min())
     if not task.has_split:

@@ -5,14 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jobs.scoring.config import (
-    LanguageModelPool,
-    PoolSection,
-    check_least,
-    check_named,
-    check_precision,
-    check_share,
-)
+from jobs.scoring.config import LanguageModelPool, PoolSection, check_least, check_named, check_precision, check_share
 
 SUMMARY_FILE = "_summary.json"
 """Totals over all parts, beside them."""

@@ -43,12 +43,7 @@ from pipelines.images.temperature_table import read_numbers, read_table, table_s
 from pipelines.local_copy import local_copy
 from pipelines.storage import write_bytes, write_json
 from tempnet.intervals import Interval, spearman_interval
-from tempnet.models.dual_encoder import (
-    IMAGE_TEMPNET_DIRECTORY,
-    TEXT_TEMPNET_DIRECTORY,
-    DualEncoder,
-    load_pair_tempnets,
-)
+from tempnet.models.dual_encoder import IMAGE_TEMPNET_DIRECTORY, TEXT_TEMPNET_DIRECTORY, DualEncoder, load_pair_tempnets
 from tempnet.statistics import BOUND_SHARE
 
 FORMAT_VERSION = 1
@@ -66,7 +61,6 @@ class PairPredictionSettings:
     """[τ₀, τ_max] at inference, for images and for texts."""
     tempnet_digests: tuple[str, ...]
     noise: CaptionNoise = field(default_factory=CaptionNoise)
-    """Noise that is added to the captions before their temperatures are predicted."""
 
     def record(self) -> dict[str, Any]:
         """Returns everything that decides the table, as a flat mapping.
@@ -252,7 +246,6 @@ def labelled_temperatures(table: pa.Table, source: str, label: str) -> Samples:
 
 
 def correlate(samples: Samples, label: str) -> dict[str, Interval]:
-    """Return Spearman's rank correlation of τ with the label, for images and for captions."""
     with naming_field(f"label = {label}: "):
         return {noun: spearman_interval(*map(torch.from_numpy, values)) for noun, values in samples.items()}
 

@@ -201,7 +201,6 @@ class Predictor(TokenReader):
 
     @torch.inference_mode()
     def predict(self, documents: Sequence[np.ndarray]) -> list[Prediction]:
-        """Returns the predictions for every document, given as token ids (n,)."""
         figures = [np.empty((9 if self._at_tau else 2, len(ids)), dtype=np.float32) for ids in documents]
         for windows, chunks in self.read(documents):
             predicted = torch.cat([self._figures(chunk) for chunk in chunks], dim=-1).cpu().numpy()

@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import psutil
 
@@ -295,11 +295,12 @@ class UnitTests(Verifier):
     def _is_within_limits(self, processes: Sequence[subprocess.Popen[bytes]]) -> bool:
         """Return whether processes, with all that they have started, are together within the limits of a sample."""
         settings, usage = self._settings, [measure(process.pid) for process in processes]
+        seconds, num_bytes, numbers = zip(*usage, strict=True)
         return (
-            sum(used.seconds for used in usage) <= settings.seconds + 1.0
-            and sum(used.num_bytes for used in usage) <= settings.memory_mib << 20
+            sum(seconds) <= settings.seconds + 1.0
+            and sum(num_bytes) <= settings.memory_mib << 20
             # Of each, two are unshare and the interpreter.
-            and sum(max(0, used.num_processes - 2) for used in usage) <= settings.num_processes
+            and sum(max(0, number - 2) for number in numbers) <= settings.num_processes
         )
 
 
@@ -365,18 +366,11 @@ def _readable() -> list[str]:
     return system + sorted(place for place in own if not place.startswith("/usr/") and place != "/usr")
 
 
-class Usage(NamedTuple):
-    """What a process and all that it has started use."""
+def measure(process: int) -> tuple[float, int, int]:
+    """Return what a process and all that it has started use, nothing if it has ended: seconds, bytes, processes.
 
-    seconds: float
-    """CPU time, also of those that have ended and been waited for."""
-    num_bytes: int
-    """Memory that is resident; what several share counts several times."""
-    num_processes: int
-
-
-def measure(process: int) -> Usage:
-    """Return what a process and all that it has started use; nothing if it has ended."""
+    The CPU time is also that of those that have ended and been waited for; memory that several share counts several times.
+    """
     seconds, num_bytes, number = 0.0, 0, 0
     with suppress(psutil.Error):
         top = psutil.Process(process)
@@ -385,7 +379,7 @@ def measure(process: int) -> Usage:
                 seconds += sum(one.cpu_times()[:4])
                 num_bytes += one.memory_info().rss
                 number += 1
-    return Usage(seconds, num_bytes, number)
+    return seconds, num_bytes, number
 
 
 def _statements(tests: Any) -> str:

@@ -57,9 +57,7 @@ class Sample:
     """A generated text, with what is known of its prompt."""
 
     prompt: str
-    """The text that the model was given."""
     text: str
-    """The text that it generated, without special tokens."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Values that the file of prompts holds for the prompt, such as its reference answer."""
 

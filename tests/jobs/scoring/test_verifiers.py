@@ -263,7 +263,7 @@ def test_what_processes_use_is_counted_together() -> None:
     )
     with subprocess.Popen([sys.executable, "-c", f"{script}a.wait()\nb.wait()\ntime.sleep(60)"]) as process:
         try:
-            wait_until(lambda: measure(process.pid).seconds > 0.5 and measure(process.pid).num_processes == 1)
+            wait_until(lambda: measure(process.pid)[0] > 0.5 and measure(process.pid)[2] == 1)
         finally:
             process.kill()
 
