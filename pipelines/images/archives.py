@@ -122,7 +122,6 @@ class LeftOut:
 
 Item = ImageSample | Problem | LeftOut
 
-_NOT_NAMED = LeftOut(kind="images that the captions do not name")
 _SEVERAL_LINES = LeftOut(
     kind="line breaks in a caption (lines are captions if the caption of the .json is one of them)"
 )
@@ -468,7 +467,7 @@ def _read_named_images(
             if suffix.removeprefix(".") not in IMAGE_SUFFIXES:
                 yield LeftOut(kind=suffix or "no suffix")
             elif (key := captions.find(member_name)) is None:
-                yield _NOT_NAMED
+                yield LeftOut(kind=captions.unnamed)
             else:
                 part = _read_part(info, member, name)
                 yield from _named_image(key, part, captions, f"{name}/{part.member}")
@@ -482,7 +481,7 @@ def _read_files(
     for file in archive.files:
         key = captions.find(file)
         if key is None:
-            yield _NOT_NAMED
+            yield LeftOut(kind=captions.unnamed)
             continue
         try:
             with open_for_reading(filesystem, f"{archive.path}/{file}") as stream:

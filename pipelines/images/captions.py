@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -106,6 +106,7 @@ class CaptionNoise:
 class CaptionFile:
     """Captions by the path of their image; use :meth:`load` to read them from a file."""
 
+    unnamed: ClassVar = "images that the captions do not name"
     captions: dict[str, tuple[str, ...]]
     """Mapping from an image's path, as the file spells it, to its captions in the order of the file."""
     invalid: tuple[tuple[str, str], ...] = ()
@@ -159,9 +160,12 @@ class CaptionFile:
 class FolderNames:
     """In place of a :class:`CaptionFile`: the caption of an image is its class, the folder that it lies in."""
 
+    unnamed = "images in no folder of a class"
+
     def find(self, path: str) -> str | None:
-        """Return the path itself, or None if it has no folder."""
-        return path if "/" in path else None
+        """Return the path itself, or None if it has no folder or is hidden (`.DS_Store`, `__MACOSX/`)."""
+        is_hidden = any(part.startswith((".", "__")) for part in path.split("/"))
+        return path if "/" in path and not is_hidden else None
 
     def texts(self, name: str) -> tuple[str, ...]:
         """Return the name of the last folder of a path: `airplane` for `train/airplane/0001.jpg`."""

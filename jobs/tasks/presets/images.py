@@ -55,11 +55,6 @@ def simclr_cifar10() -> ImageEncoderConfig:
 
 _FULL: dict[str, Preset] = {
     "simclr-cifar10": simclr_cifar10,
-    "simclr-cifar10-learned": variant(
-        simclr_cifar10,
-        "SimCLR on CIFAR-10 with one learned temperature.",
-        {"temperature.loss": "clip", "temperature.tau": None, "tracking.paper": "arXiv 2501.17683"},
-    ),
     "simclr-cifar10-temperature-free": variant(
         simclr_cifar10,
         "SimCLR on CIFAR-10 without a temperature: logits 2·artanh(cosine) (arXiv 2501.17683).",

@@ -165,7 +165,7 @@ def test_a_manifest_is_read_again_and_another_kind_version_or_none_is_refused(tm
 @pytest.mark.parametrize(
     ("label", "beside", "lost"),
     [
-        ("folder", {"a/cat/1": (), "b/dog/2": (), "3": ()}, {"images that the captions do not name": 1}),
+        ("folder", {"a/cat/1": (), "b/dog/2": (), "3": (), "b/._dog/2": ()}, {"images in no folder of a class": 2}),
         (
             "cls",
             {"1": (("cls", b"cat"),), "2": (("cls", b"dog\n"),), "3": (("txt", b"a caption"),)},
