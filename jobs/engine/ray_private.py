@@ -1,10 +1,9 @@
 """Everything that the jobs use of Ray beyond its public interface; nothing else here imports a private name of Ray.
 
-Each part names the behaviour of Ray 2.60 that it works around; `tests/jobs/engine/test_ray_private.py` fails as soon as a
-part is not needed any more. Policies and their errors do not exist publicly at all: Ray Train has no hook that says whether
-workers are restarted, and its elastic `ScalingConfig(num_workers=(min, max))` counts what an autoscaler grants, leaves no
-CPUs for reading data, and may choose a number that does not divide the batch. torch is not imported here, because that
-would double the start of Ray Train's cleaner.
+Each part names the behaviour of Ray 2.60 that it works around, so that it can go with a Ray that does better. Policies and
+their errors do not exist publicly at all: Ray Train has no hook that says whether workers are restarted, and its elastic
+`ScalingConfig(num_workers=(min, max))` counts what an autoscaler grants, leaves no CPUs for reading data, and may choose a
+number that does not divide the batch. torch is not imported here, because that would double the start of Ray Train's cleaner.
 """
 
 from __future__ import annotations

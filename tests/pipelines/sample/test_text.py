@@ -9,7 +9,7 @@ import pytest
 
 from pipelines.archives import list_archives
 from pipelines.sample import text as sample_text
-from pipelines.sample.text import collect_prose, write_code, write_corpus
+from pipelines.sample.text import collect_prose, write_corpus
 from pipelines.text.reading import Document, read_documents
 
 LONG = "The tide came in over the flats and the boats that had lain on their sides were lifted one after the other. "
@@ -116,22 +116,6 @@ def test_markup_is_taken_out_and_prose_is_kept(case: str, name: str, tmp_path: P
     assert prose(tmp_path, name, text) == expected
 
 
-def test_only_documentation_files_are_read(tmp_path: Path) -> None:
-    kept = ["a.md", "b/c.rst", "d.txt", "x-1.0.dist-info/METADATA", "e.py"]
-    dropped = [
-        "LICENSE.txt", "x-1.0.dist-info/licenses/d.txt", "COPYING.md", "x-1.0.dist-info/top_level.txt", "a.json",
-        "requirements-dev.txt", "NOTICE.txt", "__pycache__/a.md", ".hidden/a.md", "site-packages/a.md",
-    ]  # fmt: skip
-    for number, name in enumerate(kept + dropped):
-        text = "\n\n".join(sentence(number * 10 + i) for i in range(1, 6))
-        if name.endswith("METADATA"):
-            text = f"Name: x\nSummary: This is the summary of it, and it is not in the text.\n\n{text}"
-        write(tmp_path, name, f'"""{text}"""\n' if name.endswith(".py") else text)
-    documents = {document.source: document.text for document in collect_prose(roots=[tmp_path])}
-    assert sorted(documents) == sorted(kept)
-    assert "summary" not in documents["x-1.0.dist-info/METADATA"]
-
-
 def test_a_paragraph_is_kept_once_and_short_documents_are_dropped(tmp_path: Path) -> None:
     for name in "abc":
         write(tmp_path, f"{name}.md", f"{LONG * 2}\n\n{LONG.upper()}\n\nThis is what is only in the file {name * 200}.")
@@ -211,14 +195,3 @@ def test_what_cannot_be_done_leaves_everything_as_it_was(site: Path, tmp_path: P
         with pytest.raises((ValueError, OSError), match=error):
             write_corpus(tmp_path / directory, **{"roots": [site], **options})
         assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_code_is_text_of_another_kind(tmp_path: Path) -> None:
-    write(tmp_path / "site", "long.py", "x = 1\n" * 1000)
-    write(tmp_path / "site", "short.py", "x = 1\n")
-    write(tmp_path / "site", "prose.md", LONG * 100)
-    assert write_code(tmp_path / "code", roots=[tmp_path / "site"]) == 1
-    (archive,) = list_archives(str(tmp_path / "code"))
-    (document,) = read_documents(str(tmp_path / "code"), archive)
-    assert isinstance(document, Document)
-    assert document.text == ("x = 1\n" * 1000)[:2000]
