@@ -9,7 +9,6 @@ import importlib
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from mlflow import MlflowClient
 from prediction_support import save_tiny_model, some_texts
 from support import run_until, write_jsonl_zst
 
-from jobs import analyse, train_reward
+from jobs import train_reward
 from jobs.scoring.config import PoolSection
 from jobs.scoring.reward.plan import make_plan
 from jobs.scoring.reward.rollouts import work_here
@@ -91,26 +90,6 @@ def test_a_unit_fails_alone_and_a_worker_that_dies_costs_a_retry(
     said = capsys.readouterr().out
     assert "/10  FAILED  unit 3: ArithmeticError: this number cannot be doubled\n" in said
     assert re.search(r"/10  unit 9  9 things, [\d,]+ things/s  0\.0 s", said)
-
-
-def test_all_workers_work_on_the_items_of_one_unit_and_a_unit_may_have_none(
-    cluster: dict[str, str], tmp_path: Path
-) -> None:
-    def meet() -> Callable[[int], Finished]:
-        def wait_for_the_other(item: int) -> Finished:
-            (tmp_path / f"{item}-{os.getpid()}").touch()
-            until = time.monotonic() + 60
-            while len({path.name.split("-")[1] for path in tmp_path.iterdir()}) < 2 and time.monotonic() < until:
-                time.sleep(0.01)
-            return Finished(value=os.getpid())
-
-        return wait_for_the_other
-
-    outcome = map_with(meet, 2, num_workers=2, read=lambda unit: range(1, 5 if unit == 0 else 1))
-    assert not outcome.failed
-    assert outcome.values.keys() == {0}
-    assert len(outcome.values[0]) == 4
-    assert len(set(outcome.values[0])) == 2
 
 
 def test_what_a_worker_writes_elsewhere_is_no_success(
@@ -225,24 +204,6 @@ def test_training_on_rewards_with_a_worker_that_dies(
     with pytest.raises(SystemExit):
         train_reward.main([*options, "--group-size", "3"])
     assert "name = 'reward' was begun with other settings: group_size: 4 → 3" in capsys.readouterr().err
-
-
-def test_comparing_decoders(cluster: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, text, output = save_tiny_model(tmp_path / "model"), tmp_path / "text.jsonl", tmp_path / "decoders"
-    write_lines(text, [{"text": text} for text in some_texts(12)])
-    words = (
-        f"decoders --model {model} --text {text} --output {output} --storage {tmp_path} --workers.num-workers 2 "
-        f"--tracking.uri sqlite:///{tmp_path}/mlflow.db --num-samples 2 --max-new-tokens 4 --prompt-tokens 3 --num-steps 2 "
-        "--max-prompts 6 --k 2"
-    )
-    assert analyse.main(words.split()) == 0
-    assert (output / "results.md").read_text().split("\n\n")[0] in capsys.readouterr().out
-    decoders = json.loads((output / "results.json").read_text())["decoders"]
-    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    (run,) = client.search_runs([client.get_experiment_by_name("analyses").experiment_id])
-    assert run.data.metrics["EDT/gain"] == pytest.approx(decoders["EDT"]["text"]["gain"]["mean"])
-    files = {file.path for file in client.list_artifacts(run.info.run_id)}
-    assert files == {"results.json", "results.md", "frontier.png"}
 
 
 POOL = "--workers.cpus-per-worker 0.5"

@@ -14,7 +14,6 @@ from typing import Any
 import pandas as pd
 import pytest
 import ray
-from mlflow import MlflowClient
 from ray import cloudpickle
 from readme_support import lines_like, run_line
 from support import LANGUAGE_MODEL_OPTIONS, ROOT, last_checkpoint, run_until, runs_of, sweep_runs, wait_for
@@ -149,29 +148,15 @@ def test_a_band_search_is_watched_reported_and_found_again(
     assert [step for step, _, _ in in_band.history] == [*range(4, 41, 4)]
     table = pd.read_parquet(tmp_path / "rho" / "trials.parquet")
     assert len(table) == len(results.rows)
-    assert {"config/temperature.rho", "config/optimizer.learning_rate_base", "config/run.seed"} <= set(table.columns)
-    assert set(table["config/optimizer.learning_rate_tempnet"]) == {config.base.optimizer.learning_rate_tempnet}
     whole = table[table["step"] == 40].set_index("config/temperature.rho")
     assert whole.loc[finer.point["temperature.rho"], "tau_mean"] == finer.tau_mean
-    assert set(table.columns) >= {"loss", "cross_entropy_tau", "tau_mean", "step", "checkpoint_path"}
     assert re.search(r"Chosen: <b>rho\S+-learning_rate_base0\.003</b>", (tmp_path / "rho" / "report.html").read_text())
 
     parent, children = sweep_runs(results.tracking_uri, "language-models", "rho")
     assert children.keys() == {row.name for row in results.rows}
-    for run in (parent, *children.values()):
-        assert (run.data.tags["preset"], run.data.tags["paper.table"]) == ("gpt2-rho-lr-small", "TempNet, §6.1")
-        assert run.data.tags["ray_job_id"] == ray.get_runtime_context().get_job_id()
     assert children[worse.name].data.tags["stopped"] == worse.stopped
-    assert "| trial" in parent.data.tags["mlflow.note.content"]
     best = min((row for row in results.rows if row.is_in_band), key=lambda row: row.loss)
     assert parent.data.tags["best_run"] == best.name
-    assert {name: value for name, value in parent.data.metrics.items() if name.startswith("best_")} == {
-        "best_cross_entropy_tau": best.loss, "best_tau_mean": best.tau_mean, "best_rho": best.point["temperature.rho"],
-        "best_learning_rate_base": best.point[RATE],
-    }  # fmt: skip
-    artifacts = MlflowClient(results.tracking_uri).list_artifacts(parent.info.run_id)
-    assert {file.path for file in artifacts} == {"results.md", "results.json", "report.html", "trials.parquet"}
-
     # When the sweep is started again, nothing is trained.
     again = run_sweep(make_sweep(config))
     assert sorted(again.rows, key=str) == sorted(results.rows, key=str)
