@@ -6,18 +6,14 @@ This module imports nothing of the project, so that what imports it starts quick
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -89,57 +85,6 @@ def wait_for_ports(process: subprocess.Popen[bytes], *ports: int) -> None:
                 if client.connect_ex(("127.0.0.1", port)) == 0:
                     break
             time.sleep(0.2)
-
-
-class MlflowServer:
-    """Runs `mlflow server` on loopback, with the same store and the same port at every start."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory, self.port = directory, free_port()
-        self.uri = f"http://127.0.0.1:{self.port}"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        """Start the server, and return when its workers answer, which they do some time after its port is open."""
-        command = [
-            sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1",
-            "--backend-store-uri", f"sqlite:///{self.directory / 'mlflow.db'}",
-            "--artifacts-destination", str(self.directory / "artifacts"),
-        ]  # fmt: skip
-        # Without the eight processes for jobs of its own.
-        environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-        with (self.directory / "server.log").open("ab") as log:
-            # The server has its own session, so that its workers get the signals too.
-            self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-        wait_for_ports(self._process, self.port)
-        while not self._answers():
-            time.sleep(0.1)
-
-    def _answers(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.uri}/health", timeout=5) as answer:
-                return answer.status == 200
-        except OSError:
-            return False
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the server and all its workers."""
-        if self._process is not None:
-            os.killpg(self._process.pid, number)
-
-    def kill(self) -> None:
-        """Kill the server and all its workers, and return when none of them can write any more."""
-        if self._process is not None:
-            workers = psutil.Process(self._process.pid).children(recursive=True)
-            self.signal(signal.SIGKILL)
-            self._process.wait()
-            psutil.wait_procs(workers, timeout=60)
-        self._process = None
-
-    def query(self, query: str, *values: str) -> list[Any]:
-        """Return rows of the store, read without the server, which may be down."""
-        with sqlite3.connect(f"file:{self.directory / 'mlflow.db'}?mode=ro", uri=True) as store:
-            return store.execute(query, values).fetchall()
 
 
 class Node:

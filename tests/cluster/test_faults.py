@@ -1,66 +1,123 @@
-"""Test that a run on two nodes comes through what happens to it: single faults, and a seeded schedule of three.
+"""What only a cluster can lose: a run on two nodes loses one of them, gets it back, and then loses the head.
 
-`benchmarks.faults` prints the table of many schedules, with every fault.
+That a killed worker, driver or disk costs the steps since the last checkpoint is shown in test_train_lm.py, and without Ray
+in tests/jobs/engine.
 """
 
 from __future__ import annotations
 
-import random
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fault_site import Site, run_site
-from fault_support import FAULTS, Reference, Report, Schedule, draw, run_schedule
-from server_support import RAY_OF_TESTS
+from server_support import BIN, RAY_OF_TESTS, Node, free_port, wait_for_ports
+from support import ROOT, assert_same_losses, tiny_options, wait_for
+
+from jobs.engine.cluster import ensure_token
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
-NUM_STEPS, NUM_STEPS_LONG = 300, 600
-"""Number of steps of the runs with one fault, and with three."""
-
-ELSEWHERE = {
-    "worker killed": "test_train_lm.py",
-    "driver killed": "test_train_lm.py",
-    "store fails": "test_object_store.py",
-    "store slow": "test_object_store.py",
-    "checkpoint damaged": "test_survival.py",
-}
-"""Fault → test of a shorter run that it happens to."""
+OPTIONS = [
+    "--run.num-steps=300", "--run.checkpoint-every=20", "--run.max-restarts=2", "--run.max-wait-minutes=2",
+    "--workers.cpus-per-worker=1.5", "--workers.placement=spread", "--validation.every=300",
+]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def site(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    place = tmp_path_factory.mktemp("faults") / "site"
-    with run_site(corpus, place, num_steps=NUM_STEPS, seconds_of_trouble=3.0, program=RAY_OF_TESTS) as site:
-        yield site
+class Nodes:
+    """A head and other nodes, each with room for one worker; together they are a cluster at one address."""
+
+    def __init__(self) -> None:
+        self.port, self.started = free_port(), list[Node]()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self, *options: str) -> Node:
+        self.started.append(Node(*options, num_cpus=2, environment=os.environ, program=RAY_OF_TESTS))
+        return self.started[-1]
+
+    def start_head(self) -> Node:
+        head = self.start("--head", f"--port={self.port}", "--include-dashboard=false")
+        wait_for_ports(head.process, self.port)
+        return head
+
+    def start_other(self) -> Node:
+        return self.start(f"--address={self.address}")
+
+    def kill(self) -> None:
+        """Let every node lose its power."""
+        for node in self.started:
+            if node.process.poll() is None:
+                node.kill()
 
 
-@pytest.fixture(scope="module")
-def reference(site: Site) -> Reference:
-    """Train the run that nothing happens to."""
-    return Reference.train(site, "undisturbed")
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+    ensure_token()
+    variables = {
+        "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "cluster"))),
+        "RAY_AUTH_MODE": "token", "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_num_workers_soft_limit": "4",
+        # Ray waits so long for a head that is lost.
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "30",
+    }  # fmt: skip
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    nodes = Nodes()
+    yield nodes
+    nodes.kill()
 
 
-def assert_survives(schedule: Schedule, site: Site, reference: Reference, name: str) -> Report:
-    report = run_schedule(schedule, site, reference, name)
-    assert report.is_good, (schedule, report)
-    return report
+def test_a_run_goes_on_without_a_lost_node_grows_with_another_and_survives_its_head(
+    nodes: Nodes, corpus: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
 
+    def train(name: str, *options: str, **variables: str) -> subprocess.Popen[bytes]:
+        command = [
+            sys.executable,
+            "-m",
+            "jobs.train_lm",
+            *tiny_options(corpus, tmp_path / "runs", name),
+            *OPTIONS,
+            *options,
+        ]
+        with log.open("w") as file:
+            return subprocess.Popen(command, cwd=ROOT, env=os.environ | variables, stdout=file, stderr=file)
 
-@pytest.mark.parametrize("fault", sorted(FAULTS.keys() - ELSEWHERE.keys()))
-def test_a_run_comes_through_a_fault(site: Site, reference: Reference, fault: str) -> None:
-    step = random.Random(fault).randrange(30, NUM_STEPS // 3, 10)
-    report = assert_survives([(step, fault)], site, reference, fault.replace(" ", "-"))
-    if fault == "node lost":
-        said = "\n".join(report.lines)
-        assert "the cluster has room for 1 of 2 workers: the run goes on with 1" in said
-        assert "the cluster has room for 2 workers: the run grows from 1, from step " in said
+    def says(text: str) -> None:
+        wait_for(lambda: text in log.read_text() or run.poll() is not None)
+        assert text in log.read_text(), log.read_text()
 
-
-def test_a_run_comes_through_a_schedule_of_three_faults(site: Site) -> None:
-    site = replace(site, num_steps=NUM_STEPS_LONG, seconds_of_trouble=5.0)
-    schedule = draw(1, NUM_STEPS_LONG)
-    assert schedule == draw(1, NUM_STEPS_LONG) != draw(0, NUM_STEPS_LONG)
-    assert_survives(schedule, site, Reference.train(site, "undisturbed-long"), "three")
+    alone = train("alone", "--workers.local", "--workers.num-workers=1", "--workers.zero-stage=0")
+    assert alone.wait(timeout=300) == 0, log.read_text()
+    nodes.start_head()
+    node = nodes.start_other()
+    elastic = {"RAY_ADDRESS": nodes.address}
+    run = train("elastic", "--workers.num-workers=1:2", **elastic)
+    try:
+        wait_for(lambda: bool(node.processes("ray::RayTrainWorker")) or run.poll() is not None)
+        says("step  ")
+        node.kill()
+        says("the cluster has room for 1 of 2 workers: the run goes on with 1")
+        nodes.start_other()
+        says("the cluster has room for 2 workers: the run grows from 1, from step ")
+        nodes.kill()
+        assert run.wait(timeout=300) == 1
+        assert "does not answer: the cluster is lost" in log.read_text().splitlines()[-1]
+        nodes.start_head()
+        nodes.start_other()
+        run = train("elastic", "--workers.num-workers=1:2", **elastic)
+        assert run.wait(timeout=500) == 0, log.read_text()
+    finally:
+        run.kill()
+    found, expected = (
+        json.loads((tmp_path / "runs" / name / "outcome.json").read_text()) for name in ("elastic", "alone")
+    )
+    assert 0 < found["resumed_from_step"] < 300
+    assert_same_losses(found, expected, tolerance=1e-5)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +12,11 @@ from pathlib import Path
 import pytest
 import ray
 from readme_support import lines_like
-from support import history, runs_of, sweep_runs, training_worker_pids, wait_for
+from support import runs_of, sweep_runs, training_worker_pids, wait_for
 from transformers import AutoConfig, AutoModel
 
 from jobs.engine.command_line import parse_preset
-from jobs.engine.resumption import registered_step
-from jobs.engine.worker import EarlyStopping, Validation
+from jobs.engine.worker import Validation
 from jobs.studies.cross_validation import CrossValidation, cross_validate, make_cross_validation
 from jobs.studies.trials import Trial, open_parent, run_trials
 from jobs.tasks.classifier.config import ClassifierConfig
@@ -86,78 +84,39 @@ def test_a_cross_validation(cluster: dict[str, str], downstream: Path, tmp_path:
     assert len(runs_of(results.tracking_uri, "classifiers")) == 3
 
 
-def failing_watches(cell: ClassifierConfig, marker: Path) -> dict[str, EarlyStopping | None]:
-    """Return name of a trial → watch that makes its worker fail once, fail always, die, or (None) go on.
-
-    A worker asks the watch after every validation. The classes are defined in this function, because the processes of
-    trials cannot import the module of the test.
-
-    Args:
-        cell: configuration of the trials, apart from their names.
-        marker: file that exists as soon as the worker that fails once has failed.
-    """
-
-    class Raises:
-        def __init__(self, directory: str, *, always: bool) -> None:
-            self.directory, self.always = directory, always
-
-        def reason_to_stop(self, validations: Sequence[Validation]) -> str:
-            if len(validations) == 4 and (self.always or not os.path.exists(marker)):
-                if not self.always:
-                    marker.touch()
-                # Checkpoints are written in the background, which takes longer than these steps on a busy machine.
-                for _ in range(600):
-                    if registered_step(self.directory):
-                        break
-                    time.sleep(0.1)
-                raise OSError("the disk is gone")
-            return ""
-
-    class Kills:
+@pytest.mark.long
+def test_a_trial_whose_worker_dies_fails_alone_and_with_it_what_starts_from_it(
+    cluster: dict[str, str], downstream: Path, tmp_path: Path
+) -> None:
+    class Kills:  # defined here, because the processes of trials cannot import the module of the test
         def reason_to_stop(self, validations: Sequence[Validation]) -> str:
             os.kill(os.getpid(), signal.SIGKILL)
             return ""
 
-    return {
-        "once": Raises(named(cell, "once").run.directory, always=False),
-        "always": Raises(named(cell, "always").run.directory, always=True),
-        "killed": Kills(),
-        "fine": None,
-    }
-
-
-@pytest.mark.long
-def test_trials_whose_workers_die_are_restarted_or_failed_and_the_others_go_on(
-    cluster: dict[str, str], downstream: Path, tmp_path: Path
-) -> None:
-    work = make(downstream, tmp_path, "--run.max-restarts", "1", "--run.num-steps", "24", "--validation.every", "4")
+    work = make(downstream, tmp_path, "--validation.every", "4")
     parent = open_parent(
         work.config, work.config.tracking, uri=work.examples[0].tracking_uri, num_trials=4, data_sets={}
     )
     assert parent is not None
     cell = work.cells[0]
-    watches = failing_watches(cell, tmp_path / "raised")
-    trials = [Trial(config=named(cell, name), early_stopping=watch) for name, watch in watches.items()]
+    trials = [
+        Trial(config=named(cell, "later"), after="killed"),
+        Trial(config=named(cell, "next"), after="fine"),
+        Trial(config=named(cell, "killed"), early_stopping=Kills()),
+        Trial(config=named(cell, "fine")),
+    ]
     outcomes = run_trials(
-        [Trial(config=named(cell, "later"), after="always"), Trial(config=named(cell, "next"), after="fine"), *trials],
+        trials,
         directory=str(tmp_path / "trials"),
         parent=parent,
         num_concurrent=2,
         describe=lambda outcome: f"{outcome['num_steps']}",
     )
-    assert outcomes.failed.pop("later") == "always, the run that it starts from, failed"  # type: ignore[attr-defined]
-    assert outcomes.finished["next"]["num_steps"] == 24
-    assert outcomes.finished.keys() == {"once", "fine", "next"}, "\n".join(outcomes.failed.values())
-    assert outcomes.finished["once"]["resumed_from_step"] in (4, 8, 12)
-    assert outcomes.finished["fine"]["resumed_from_step"] == 0
-    assert outcomes.failed.keys() == {"always", "killed"}
-    assert "the disk is gone" in outcomes.failed["always"]
+    assert {name: outcome["num_steps"] for name, outcome in outcomes.finished.items()} == {"fine": 12, "next": 12}
     assert "died" in outcomes.failed["killed"]
+    assert outcomes.failed["later"] == "killed, the run that it starts from, failed"
     runs = runs_of(parent.uri, "classifiers")
     found = {run.info.run_name: run.info.status for run in runs if "mlflow.parentRunId" in run.data.tags}
-    assert found == {"once": "FINISHED", "always": "FAILED", "killed": "FAILED", "fine": "FINISHED", "next": "FINISHED"}
+    assert found == {"killed": "FAILED", "fine": "FINISHED", "next": "FINISHED"}
     wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
     assert not training_worker_pids(cluster)
-    # The trial that was restarted has the losses of the trial that ran without an error.
-    once, fine = (history(outcomes.finished[name], "train/loss") for name in ("once", "fine"))
-    assert once == pytest.approx(fine, abs=1e-6)

@@ -6,21 +6,23 @@ without Ray in tests/jobs/engine/test_loop.py and tests/jobs/tasks/test_training
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import math
 import os
 import re
 import shlex
 import signal
+import stat
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from listening_support import family_of, is_loopback, listening, send
 from mlflow import MlflowClient
 from readme_support import lines_like, recipe, run_line
 from safetensors.torch import load_file
@@ -160,10 +162,47 @@ def submitted(words: list[str]) -> str:
     return f"{line.partition(' -m jobs.train_lm ')[0]} -m jobs.train_lm {shlex.join(words)}"
 
 
+def send(number: signal.Signals, processes: list[psutil.Process]) -> None:
+    """Send a signal to every process that has not ended meanwhile, as an idle worker of Ray may have."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address, of IPv4, IPv6 or IPv4 within IPv6, is of this machine only."""
+    parsed = ipaddress.ip_address(address)
+    return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
+
+
+def assert_ray_is_private(job: int, processes: list[psutil.Process]) -> None:
+    """Assert that the Ray of a job, with its workers, is closed to other users and machines.
+
+    Its processes have a group of their own, so that a signal to the job's whole group leaves Ray alone while the job saves,
+    and the job's priority.
+    """
+    listeners, sessions = [], set[str]()
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            name, command = process.name(), " ".join(process.cmdline())
+            sessions |= set(re.findall(r"--session[-_]dir[= ](\S+)", command))
+            if command.startswith("ray::") or name in ("gcs_server", "raylet"):
+                assert os.getpgid(process.pid) != os.getpgid(job), command
+                assert process.nice() == os.nice(0), command
+            found = process.net_connections("inet")
+            listeners += [(name, place.laddr.ip) for place in found if place.status == psutil.CONN_LISTEN]
+    assert {"gcs_server", "raylet"} <= {name for name, _ in listeners}
+    assert any(name.startswith("ray::RayTrainWo") for name, _ in listeners)  # where the workers meet
+    assert [listener for listener in listeners if not is_loopback(listener[1])] == []
+    (session,) = sessions
+    private, token = Path(session).parents[1], Path.home() / ".ray" / "auth_token"
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (private, token)] == [0o700, 0o600]
+
+
 def test_a_job_and_a_worker_that_are_killed_cost_the_steps_since_the_checkpoint(
     ray_head: dict[str, str], corpus: Path, reference: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The job has a Ray of its own; it goes on through `ray job submit`, where one of its workers is killed, too."""
+    """The job has a private Ray of its own; it goes on through `ray job submit`, where one of its workers is killed, too."""
     words, run = tiny_options(corpus, tmp_path / "runs", "killed"), tmp_path / "runs" / "killed"
     environment = {name: value for name, value in ray_head.items() if name != "RAY_ADDRESS"}
     command = [sys.executable, "-m", "jobs.train_lm", *words]
@@ -173,18 +212,16 @@ def test_a_job_and_a_worker_that_are_killed_cost_the_steps_since_the_checkpoint(
         try:
             wait_for(lambda: last_checkpoint(run) > 0 or job.poll() is not None)
             assert job.poll() is None, (tmp_path / "first.log").read_text()
-            processes = family_of(job.pid)
+            process = psutil.Process(job.pid)
+            processes = [process, *process.children(recursive=True)]
             # On a busy machine the rest of this short run would end before all sockets have been read.
             send(signal.SIGSTOP, processes)
-            listeners = listening(processes)
+            assert_ray_is_private(job.pid, processes)
         finally:
             send(signal.SIGKILL, processes)
             os.killpg(job.pid, signal.SIGKILL)
             job.wait()
     assert not (run / "outcome.json").exists()
-    # The job had a Ray of its own, which listens on loopback, and so does the store at which its two workers meet.
-    assert len({pid for pid, name, _ in listeners if name.startswith("ray::RayTrainWo")}) == 2
-    assert [listener for listener in listeners if not is_loopback(listener[2])] == []
 
     before = last_checkpoint(run)
     killed: list[int] = []
