@@ -16,7 +16,7 @@ from typing import Any
 from jobs.engine.config import TrackingSection
 from jobs.engine.report import markdown_table
 from jobs.engine.tracking import resolve_uri
-from jobs.scoring.analyses.config import Analysis, Openness, TauMax
+from jobs.scoring.analyses.config import Openness, TauMax
 from jobs.scoring.results import picture, publish_findings
 from jobs.scoring.units import absolute_output
 from pipelines.storage import join, read_json
@@ -60,30 +60,6 @@ class Curves:
                 rows[-1, 0].set_xscale("log")
             rows[-1, 0].set_xlabel(self.quantity)
 
-    def publish(
-        self,
-        config: Analysis,
-        title: str,
-        *,
-        uri: str,
-        values: Mapping[str, Any],
-        settings: Mapping[str, Any],
-        is_logarithmic: bool = False,
-        **options: Any,
-    ) -> Curves:
-        """Publish the curves with other values, and return them; `options` are further arguments of `publish_findings`."""
-        publish_findings(
-            config,
-            title,
-            uri=uri,
-            values={**self.values(), **values},
-            table=self.table(),
-            plot=partial(self.plot, title, is_logarithmic=is_logarithmic),
-            settings={"analysis": title, **settings},
-            **options,
-        )
-        return self
-
 
 def show(point: Interval) -> str:
     mean, half = point
@@ -117,20 +93,24 @@ def analyse_openness(config: Openness) -> Curves:
     rows = {step: average([of_run[step] for of_run in scores.values()], _OPENNESS_FIGURES) for step in steps}
     curves = Curves(quantity="step", points=rows)
     found = curves.of(_OPENNESS_FIGURES["tau_entropy_spearman"])
-    return curves.publish(
+    title = "τ and the openness of a context along the training"
+    publish_findings(
         config,
-        "τ and the openness of a context along the training",
+        title,
         uri=uri,
-        values={"num_runs": len(scores)},
+        values={**curves.values(), "num_runs": len(scores)},
+        table=curves.table(),
         conclusion=(
             f"Spearman(τ, entropy) is {show(found[0])} at step {steps[0]:g} and {show(found[-1])} at step {steps[-1]:g}; "
             f"{len(scores)} runs"
         ),
+        plot=partial(curves.plot, title),
         plot_file="training.png",
         metrics={"spearman": found[-1].mean},
-        settings={"runs": {run: outcome["mlflow_run_id"] for run, outcome in outcomes.items()}},
+        settings={"analysis": title, "runs": {run: outcome["mlflow_run_id"] for run, outcome in outcomes.items()}},
         source=config.runs[0],
     )
+    return curves
 
 
 def _read_outcome(run: str) -> Mapping[str, Any]:
@@ -169,17 +149,22 @@ def analyse_tau_max(config: TauMax) -> Curves:
     rows = {value: average(metrics_at(name), _TAU_MAX_FIGURES) for value, name in names.items()}
     at_one = average(metrics_at("one"), {"wikitext/word_perplexity": "word perplexity"})["word perplexity"]
     best = min(rows, key=lambda value: rows[value]["word perplexity"].mean)
-    return Curves(quantity="τ_max", points=rows).publish(
+    curves, title = Curves(quantity="τ_max", points=rows), "perplexity over τ_max at inference"
+    settings = {"models": list(config.models), "text": config.wikitext, "τ_max": list(config.tau_max)}
+    publish_findings(
         config,
-        "perplexity over τ_max at inference",
+        title,
         uri=uri,
-        values={"num_models": len(config.models), "word perplexity at τ = 1": at_one.mean},
+        values={**curves.values(), "num_models": len(config.models), "word perplexity at τ = 1": at_one.mean},
+        table=curves.table(),
         conclusion=(
             f"lowest word perplexity {show(rows[best]['word perplexity'])} at τ_max = {best:g}, where the mean τ is "
             f"{show(rows[best]['mean τ'])}; {show(at_one)} at τ = 1; {len(config.models)} models"
         ),
+        plot=partial(curves.plot, title),
         plot_file="tau_max.png",
         metrics={"word_perplexity": rows[best]["word perplexity"].mean, "tau_max": best},
-        settings={"models": list(config.models), "text": config.wikitext, "τ_max": list(config.tau_max)},
+        settings={"analysis": title, **settings},
         source=config.wikitext,
     )
+    return curves

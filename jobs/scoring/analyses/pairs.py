@@ -73,18 +73,21 @@ def analyse_phase(config: Phase) -> Curves:
         f"{name} is {show(points[low][name])} at ρ = {low:g} and {show(points[high][name])} at ρ = {high:g}"
         for name in figures.values()
     )
-    return curves.publish(
+    title = f"τ and {config.label} over ρ"
+    publish_findings(
         config,
-        f"τ and {config.label} over ρ",
+        title,
         uri=uri,
-        values={"num_trials": len(trials)},
+        values={**curves.values(), "num_trials": len(trials)},
+        table=curves.table(),
         conclusion=f"{conclusion}; {len(trials)} trials",
+        plot=partial(curves.plot, title, is_logarithmic=low > 0),
         plot_file="phase.png",
-        is_logarithmic=low > 0,
         metrics={f"spearman_{noun}": points[high][name].mean for noun, name in figures.items()},
-        settings={name: of_trial.record() for name, of_trial in settings.items()},
+        settings={"analysis": title, **{name: of_trial.record() for name, of_trial in settings.items()}},
         source=config.images,
     )
+    return curves
 
 
 def _find_trials(sweep: str) -> dict[str, Mapping[str, Any]]:
