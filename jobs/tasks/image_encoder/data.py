@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
@@ -15,7 +13,6 @@ from pipelines.images.pairs import PairSource
 from tempnet.models.dual_encoder_config import DualEncoderConfig
 from tempnet.models.image_encoder import TemperatureImageEncoder
 
-UNKNOWN_CLASS = -1
 _NUM_ITERATIONS = 1000
 _PROBE_SEED = 0  # the same images for all runs
 
@@ -32,25 +29,9 @@ def view_source(config: ImageEncoderConfig, manifest: ImageManifest) -> PairSour
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Classes:
-    """The classes of the training images, and of the held-out ones."""
-
-    names: tuple[str, ...]
-    """Names of the classes of training images, sorted."""
-    train: np.ndarray
-    """(N,) number of each training image's class in `names`."""
-    validation: np.ndarray
-    """(M,) number of each held-out image's class; UNKNOWN_CLASS where no training image has it."""
-
-    @classmethod
-    def read(cls, train: ImageManifest, validation: ImageManifest) -> Classes:
-        """Read the classes of prepared data, in which they are the images' captions."""
-        of_train, of_validation = (PairSource(manifest=one, image_size=1).captions()[0] for one in (train, validation))
-        names, labels = np.unique(of_train, return_inverse=True)
-        number_of = {name: number for number, name in enumerate(names.tolist())}
-        found = np.array([number_of.get(name, UNKNOWN_CLASS) for name in of_validation], dtype=np.int64)
-        return cls(names=tuple(number_of), train=labels, validation=found)
+def read_classes(manifest: ImageManifest) -> np.ndarray:
+    """Return the names (n,) of the classes of all images of prepared data, in which they are the captions."""
+    return np.array(PairSource(manifest=manifest, image_size=1).captions()[0])
 
 
 def probed_images(num_images: int, limit: int) -> np.ndarray:
@@ -61,7 +42,10 @@ def probed_images(num_images: int, limit: int) -> np.ndarray:
 def probe_accuracy(
     train: np.ndarray, labels: np.ndarray, held_out: np.ndarray, held_out_labels: np.ndarray, *, regularisation: float
 ) -> float:
-    """Fit a logistic regression to standardised features (n, w) and labels (n,); return its accuracy on held-out ones."""
+    """Fit a logistic regression to standardised features (n, w) and labels (n,); return its accuracy on held-out ones.
+
+    It is wrong about an image of a class that is not among the labels.
+    """
     from sklearn.linear_model import LogisticRegression  # only rank 0 needs it
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler

@@ -15,7 +15,7 @@ from jobs.engine.task import Plan, PreparedTask, data_set
 from jobs.tasks.base import DataReference, count_parameters, create_task, naming_field, resolve_paths
 from jobs.tasks.config import check_sizes
 from jobs.tasks.image_encoder.config import ImageEncoderConfig
-from jobs.tasks.image_encoder.data import UNKNOWN_CLASS, Classes, build_model, probed_images
+from jobs.tasks.image_encoder.data import build_model, probed_images, read_classes
 from jobs.tasks.images import preparation, prepare_split
 from pipelines.images.prepare import check_source
 from pipelines.stream import READ_CPUS
@@ -71,15 +71,15 @@ class ImageEncoderPlan(Plan[ImageEncoderConfig]):
         train, validation = prepare_split(config, "train"), prepare_split(config, "validation")
         size = config.optimizer.batch_size
         check_sizes(config, config.temperature, num_samples=train.num_pairs, num_pairs_per_batch=size, noun="images")
-        classes = Classes.read(train, validation)
-        num_probed = len(np.unique(classes.train[probed_images(train.num_pairs, config.validation.num_train_images)]))
+        classes = read_classes(train)
+        num_probed = len(np.unique(classes[probed_images(train.num_pairs, config.validation.num_train_images)]))
         if num_probed < 2:
             raise ValueError(
                 f"data.label = {config.data.label!r} gives the training images that the linear probe reads {num_probed} "
                 "class, and it needs two or more"
             )
         loss = config.temperature.loss_config
-        num_unknown = int((classes.validation == UNKNOWN_CLASS).sum())
+        num_unknown = int(np.isin(read_classes(validation), classes, invert=True).sum())
         if num_unknown:
             print(
                 f"warning: {num_unknown} of {validation.num_pairs} images of data.validation have a class that no image of "
@@ -90,7 +90,7 @@ class ImageEncoderPlan(Plan[ImageEncoderConfig]):
         return PreparedTask(
             create_task=partial(create_task, "jobs.tasks.image_encoder.task:ImageEncoderTask", config, data),
             num_samples=train.num_pairs,
-            parameters={"num_images": train.num_pairs, "num_classes": len(classes.names)},
+            parameters={"num_images": train.num_pairs, "num_classes": len(np.unique(classes))},
             data_sets={
                 "training": data_set(self.config.data.train, train.digest),
                 "validation": data_set(self.config.data.validation, validation.digest),
@@ -99,7 +99,7 @@ class ImageEncoderPlan(Plan[ImageEncoderConfig]):
                 "loss": self._loss,
                 "tau_min": loss.tau_min,
                 "tau_max": loss.tau_max,
-                "num_classes": len(classes.names),
+                "num_classes": len(np.unique(classes)),
                 "num_images_of_unknown_class": num_unknown,
                 "num_samples_lost": {"train": dict(train.problems), "validation": dict(validation.problems)},
             },

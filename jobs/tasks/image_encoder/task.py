@@ -16,7 +16,7 @@ from jobs.engine.hardware import worker_device
 from jobs.engine.task import ParameterGroup, StepResult, Task
 from jobs.tasks.base import DataReference, base_and_tempnet_groups, to_device
 from jobs.tasks.image_encoder.config import ImageEncoderConfig
-from jobs.tasks.image_encoder.data import Classes, build_model, probe_accuracy, probed_images, view_source
+from jobs.tasks.image_encoder.data import build_model, probe_accuracy, probed_images, read_classes, view_source
 from jobs.tasks.images import random_pairs
 from pipelines.images.manifest import ImageManifest
 from pipelines.images.pairs import PairSource
@@ -58,7 +58,7 @@ class ImageEncoderTask(Task[ImageEncoderConfig]):
         """Build the module with its per-image state, initialise the prototypes, and read the classes."""
         device = worker_device(self.config.workers)
         self.module = build_model(self.config, num_images=self.train.num_pairs, device=device)
-        self.classes = Classes.read(self.train, self.validation)
+        self.classes = read_classes(self.train), read_classes(self.validation)
         network = self.module.loss.tempnet
         if is_fresh and network is not None and network.config.projection:
             numbers = random_pairs(self.train.num_pairs, network.config.num_prototypes, self.config.run.seed)
@@ -95,9 +95,9 @@ class ImageEncoderTask(Task[ImageEncoderConfig]):
         if self.rank == 0:
             accuracy = probe_accuracy(
                 features.cpu().numpy(),
-                self.classes.train[train],
+                self.classes[0][train],
                 of_held_out.cpu().numpy(),
-                self.classes.validation[held_out],
+                self.classes[1][held_out],
                 regularisation=settings.regularisation,
             )
         world, loss, details = World.current(), self.module.loss, dict[str, Any]()
