@@ -1,30 +1,22 @@
 """Test on a real Ray what a frozen base makes possible: training from stored features, and a grid in one run.
 
 That features stand for their base, and runs side by side for single ones, is tested without Ray in tests/jobs/scoring
-(test_features.py, test_stored_embeddings.py) and tests/jobs/tasks (test_side_by_side.py, test_towers_side_by_side.py).
+(test_features.py, test_stored_embeddings.py) and tests/jobs/tasks (test_side_by_side.py).
 """
 
 from __future__ import annotations
 
 import json
-import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from clip_support import SIDE, make_dual_encoder, make_pairs
 from readme_support import lines_like, run_line
-from support import history, last_checkpoint, outcome_of, run_until, sweep_runs
+from support import history, outcome_of, sweep_runs
 
 from jobs import prepare_features, sweep, train_clip
-from jobs.engine.command_line import parse_preset
-from jobs.engine.launch import train
-from jobs.studies.sweeps.launch import make_sweep, run_sweep
-from jobs.studies.sweeps.presets import PRESETS
-from jobs.tasks.language_model.plan import make_plan
-from tempnet.loading import load_causal_lm, load_tempnet
+from tempnet.loading import load_causal_lm
 from tempnet.models.dual_encoder import load_pair_tempnets
 
 pytestmark = pytest.mark.cluster
@@ -37,7 +29,6 @@ OPTIONS = [
     "--workers.precision=fp32", "--validation.every=6", "--validation.num-blocks=16",
     "--validation.num-oracle-tokens=256",
 ]  # fmt: skip
-MAX_GRAD_NORM = 0.003
 AXES = ["--sweep.axes", "temperature.rho=1,2", "optimizer.learning_rate_tempnet=1e-2,1e-3"]
 
 
@@ -54,47 +45,6 @@ def test_a_grid_trains_from_stored_features(home: Path, reference: dict[str, Any
     assert [row["num_steps"] for row in rows] == [4] * 4
     assert len({row["tau_mean"] for row in rows}) == 4
     load_causal_lm(home / "runs" / "frozen-rho-lr-small" / rows[0]["name"] / "export")
-
-
-@pytest.mark.long
-def test_a_grid_side_by_side_is_killed_and_goes_on(
-    home: Path, reference: dict[str, Any], cluster: dict[str, str]
-) -> None:
-    (line,) = lines_like("jobs.sweep frozen-rho-lr-small *")
-    words = [
-        *shlex.split(line.replace(" --base.model.features", ""))[3:], *of_base(OPTIONS), *AXES,
-        "--base.optimizer.micro-batch-size=4", "--base.workers.num-workers=2",
-        f"--base.optimizer.max-grad-norm={MAX_GRAD_NORM}", "--base.run.name=grid",
-    ]  # fmt: skip
-    runs = home / "runs" / "grid"
-
-    def has_checkpoint() -> bool:
-        return any(last_checkpoint(run) >= 4 for run in runs.glob("side-by-side-*"))
-
-    run_until(has_checkpoint, "jobs.sweep", words, cluster, directory=home)
-    config, _ = parse_preset(PRESETS, words, job="sweep", purpose="")
-    results = run_sweep(make_sweep(config))
-    assert not results.failed
-    assert len(results.rows) == 4
-    outcomes = {row.name: json.loads((runs / row.name / "outcome.json").read_text()) for row in results.rows}
-    assert {outcome["resumed_from_step"] for outcome in outcomes.values()} <= {4, 8, 12}
-    assert not list(runs.glob("side-by-side-*/checkpoint-*"))
-    assert sweep_runs(results.tracking_uri, "language-models", "grid")[1].keys() == outcomes.keys()
-    for outcome in outcomes.values():
-        assert history(outcome, "train/loss").keys() == set(range(1, NUM_STEPS + 1))
-        assert all(
-            norm > MAX_GRAD_NORM for norm in history(outcome, "train/gradient_norm").values()
-        )  # All are clipped.
-    # A trial is the run that it would be alone.
-    row = results.rows[-1]
-    trial = config.trial(row.point)
-    alone = train(make_plan(replace(trial, run=replace(trial.run, name="alone-" + row.name))), with_progress=False)
-    assert outcomes[row.name]["validation"] == pytest.approx(alone["validation"], rel=1e-4, abs=1e-6, nan_ok=True)
-    own, other = (load_tempnet(outcome["export"]).state_dict() for outcome in (outcomes[row.name], alone))
-    for name, value in other.items():
-        torch.testing.assert_close(own[name], value, rtol=1e-4, atol=1e-5)
-    assert (runs / row.name / "report" / "tokens.html").is_file()
-    assert run_sweep(make_sweep(config)).rows == results.rows
 
 
 @pytest.mark.long

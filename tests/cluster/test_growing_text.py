@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
 from support import at_the_same_time, history, wait_for, write_jsonl_zst
@@ -22,13 +20,13 @@ from jobs.tasks.sentence_encoder.plan import make_plan
 from pipelines.archives import list_archives
 from pipelines.plan import StreamPlan
 from pipelines.problems import TooManyProblemsError
-from pipelines.stream import Batch, RankStream
+from pipelines.stream import RankStream
 from pipelines.text import prepare as text_preparation
 from pipelines.text.blocks import BlockSource
 from pipelines.text.growing import GrowingManifest, GrowingSettings, load_or_grow, order_parts
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import PackingConfig
-from pipelines.text.prepare import PrepareConfig, prepare_text
+from pipelines.text.prepare import PrepareConfig
 from pipelines.text.reading import Document, list_parts, read_documents
 from pipelines.text.tokenization import load_tokenizer
 
@@ -73,35 +71,6 @@ def stream(manifest: Manifest | GrowingManifest, rank: int = 0, world_size: int 
         world_size=world_size,
         **options,
     )
-
-
-def same(first: Iterator[Batch], second: Iterator[Batch]) -> bool:
-    pairs = list(zip(first, second, strict=True))
-    assert pairs
-    return all(
-        one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
-        for one, other in pairs
-    )
-
-
-def test_the_batches_are_those_of_data_that_were_prepared_ahead(
-    cluster: dict[str, str], corpus: Path, source: Path, tmp_path: Path
-) -> None:
-    """Two epochs over two workers, and a third that begins in mid-epoch; then the manifest is there, and equal, too."""
-    ahead = prepare_text(*configure(source, corpus), str(tmp_path / "ahead"))
-    assert len(ahead.part_sizes) > 15
-    size = ahead.num_rows
-    stop = 2 * size // BATCH * BATCH
-    growing = grow(source, corpus, tmp_path / "growing", num_parts_ahead=2)
-    for rank in range(2):
-        assert same(stream(growing, rank, 2).batches(0, stop), stream(ahead, rank, 2, num_readers=0).batches(0, stop))
-    again = grow(source, corpus, tmp_path / "other", num_parts_ahead=100)
-    cursor = size * 3 // 2 // BATCH * BATCH  # reached only through all of the first epoch
-    assert same(stream(again).batches(cursor, stop), stream(ahead, num_readers=0).batches(cursor, stop))
-    complete = load_or_grow(*configure(source, corpus), str(tmp_path / "growing"), GrowingSettings(seed=SEED))
-    assert isinstance(complete, Manifest)
-    assert complete.digest == ahead.digest
-    assert complete.archives == ahead.archives
 
 
 def test_preparing_runs_ahead_by_a_bounded_number_of_parts_and_goes_on_from_them(

@@ -75,7 +75,7 @@ def test_sweeping_some_values(home: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_ctrl_c_ends_the_trials_too_and_the_sweep_goes_on(
     cluster: dict[str, str], corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What SIGKILL does is tested with a grid in test_frozen.py."""
+    """What SIGKILL does to a run is tested in test_train_lm.py."""
     words = [
         *tiny_words(corpus, tmp_path, 40, 100), "--base.run.checkpoint-every=4", "--base.run.max-restarts=1",
         "--sweep.num-concurrent=1", "--sweep.axes", f"{RATE}=1e-3,2e-3,3e-3",

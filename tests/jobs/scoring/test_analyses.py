@@ -27,7 +27,6 @@ from jobs.scoring.analyses.texts import (
     first_verb,
     read_instructions,
     read_subjectivity,
-    table,
 )
 from pipelines.images.captions import CaptionNoise
 from tempnet.intervals import mean_interval
@@ -114,16 +113,6 @@ def test_figures_of_ordered_groups_are_those_of_scipy() -> None:
     assert conclusion(values).endswith("300 records; left out: 2 x")
     shuffled = figures(Records([], names, Counter(), True), groups, rng.permutation(tau))
     assert conclusion(shuffled).startswith("no trend of τ can be seen")
-
-
-def test_groups_without_order_are_listed_by_their_mean() -> None:
-    values = figures(Records([], ["a", "b"], Counter(), False), ["a", "b", "b", "a"], np.array([1.0, 2.0, 4.0, 1.5]))
-    assert values["spearman"] is None
-    assert table(values).index("| b") < table(values).index("| a")
-    assert conclusion(values).startswith("lowest a 1.2500 ± 3.1766, highest b 3.0000 ± 12.7062")
-    single = figures(Records([], ["a", "b"], Counter(), False), ["a", "b"], np.array([1.0, 2.0]))
-    assert conclusion(single).startswith("lowest a 1.0000, highest b 2.0000")
-    json.dumps(single, allow_nan=False)
 
 
 def write_outcome(run: Path, rows: dict[int, dict[str, float]], **others: Any) -> str:

@@ -76,14 +76,6 @@ def test_streamed_sums_give_the_dense_solution() -> None:
     assert equations.gain(theta) == pytest.approx((g * delta - 0.5 * v * delta.square()).sum().item())
 
 
-def test_the_result_does_not_depend_on_how_the_tokens_are_streamed() -> None:
-    one, other = result(planted=True), result(planted=True, batch_size=1700)
-    assert one.tau == pytest.approx(other.tau)
-    assert one.penalties == other.penalties
-    for name in FEATURE_SETS:
-        assert one.sums.gain(name, CONSTANT) == pytest.approx(other.sums.gain(name, CONSTANT))
-
-
 def test_coefficients_are_fitted_without_their_fold() -> None:
     logits, targets, hidden, documents = world(planted=True)
     changed = targets.clone()
