@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jobs.engine.command_line import run_job
-from jobs.scoring.command import run_training
+from jobs.engine.command_line import run_job, run_training
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.presets.language_models import PRESETS
 
@@ -29,6 +28,7 @@ def main(arguments: Sequence[str]) -> int:
         arguments,
         PRESETS,
         "jobs.tasks.language_model.plan",
+        models="jobs.scoring.mlflow_models",
         job="train_lm",
         description=__doc__,
         results="tokens.html shows a passage coloured by τ",

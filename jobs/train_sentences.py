@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jobs.engine.command_line import run_job
-from jobs.scoring.command import run_training
+from jobs.engine.command_line import run_job, run_training
 from jobs.tasks.presets.sentences import PRESETS
 
 
@@ -21,6 +20,7 @@ def main(arguments: Sequence[str]) -> int:
         arguments,
         PRESETS,
         "jobs.tasks.sentence_encoder.plan",
+        models="jobs.scoring.mlflow_models",
         job="train_sentences",
         description=__doc__,
         results="curves.png",

@@ -57,16 +57,16 @@ _STATE_FILE = "state.json"
 class RunState:
     """Progress of a run after `step` optimizer steps; its position in the data is step · batch size."""
 
-    step: int
-    world_size: int
-    seconds_trained: float
-    num_units: int
+    step: int = 0
+    world_size: int = 0
+    seconds_trained: float = 0.0
+    num_units: int = 0
     """Number of units (tokens, pairs) trained on so far."""
-    best_rating: float | None
+    best_rating: float | None = None
     """Rating of the model exported so far; None if nothing was exported yet or the task exports its last model."""
-    unsent_metrics: list[list[Any]]
+    unsent_metrics: list[list[Any]] = field(default_factory=list)
     """Metrics that MLflow has not received yet (`MetricLogger.unsent`), saved so that they survive the process."""
-    num_threads: int
+    num_threads: int = 0
     """Number of PyTorch threads of every worker; 0 if it was not set."""
     validations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     """Step and scores of every validation so far."""
@@ -85,11 +85,6 @@ class RunState:
         """Return what belongs to every one of so many runs alone."""
         own = {name: getattr(self, name) for name in ("best_rating", "unsent_metrics", "validations", "failure")}
         return self.members or [own] * number
-
-
-FRESH_STATE = RunState(
-    step=0, world_size=0, seconds_trained=0.0, num_units=0, best_rating=None, unsent_metrics=[], num_threads=0
-)
 
 
 class DamagedCheckpointError(RuntimeError):

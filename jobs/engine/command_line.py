@@ -17,8 +17,9 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import tyro
 
@@ -87,6 +88,32 @@ def parse_preset(
         except OSError as error:
             fail(f"--save {save_path}: {error.strerror}")
     return config, dry_run
+
+
+def run_training(
+    arguments: Sequence[str],
+    presets: Mapping[str, Callable[[], Any]],
+    plan: str,
+    *,
+    models: str,
+    job: str,
+    description: str | None,
+    results: str,
+    commands: Callable[[Any, str], list[list[str]]] = lambda config, export: [],
+) -> int:
+    """Parse the arguments, plan or train with `make_plan` of the module `plan`, and print where the results are.
+
+    `record_models` of the module `models` registers checkpoints and export as models in MLflow.
+    """
+    config, dry_run = parse_preset(presets, arguments, job=job, purpose=(description or "").splitlines()[0])
+    # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
+    from jobs.engine.launch import print_where_to_look, run_command
+
+    record_models = import_module(models).record_models
+    outcome = run_command(config, import_module(plan).make_plan, dry_run=dry_run, record_models=record_models)
+    if outcome is not None:
+        print_where_to_look(outcome, results=results, commands=commands(config, outcome["export"]))
+    return 0
 
 
 def _take_option(arguments: list[str], option: str) -> tuple[list[str], str]:

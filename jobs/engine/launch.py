@@ -33,7 +33,7 @@ from pyarrow.fs import LocalFileSystem
 from jobs.engine.command_line import FAILED, as_typed, exit_interrupted, fail, show
 from jobs.engine.config import RunSection, TrainingConfig
 from jobs.engine.console import Console, Mailbox, note_failure
-from jobs.engine.export import write_task
+from jobs.engine.export import open_export, write_task
 from jobs.engine.fields import configuration_hash, differences, flatten, recorded_values, resolve_fields
 from jobs.engine.lease import Lease, LostRunError
 from jobs.engine.masking import masked
@@ -565,18 +565,12 @@ def write_card(config: TrainingConfig, prepared: PreparedTask, outcome: Mapping[
 def _publish(plan: Plan, outcome: dict[str, Any], tracked: TrackedRun | None) -> None:
     """Write the report into the run's directory."""
     config = plan.config
-    with tempfile.TemporaryDirectory() as name:
-        local = Path(name)
+    with open_export(f"{config.run.directory}/report") as local:
         (local / "summary.txt").write_text(plan.summary_table(outcome) + "\n")
         (local / "outcome.json").write_text(json.dumps(outcome, indent=1))
         values = masked(dataclasses.asdict(resolve_fields(config)))
         (local / "configuration.json").write_text(json.dumps(values, indent=1))
         plan.write_report(local, outcome, tracked)
-        filesystem, path = resolve(f"{config.run.directory}/report")
-        filesystem.create_dir(path, recursive=True)
-        for file in local.iterdir():
-            with filesystem.open_output_stream(f"{path}/{file.name}") as stream:
-                stream.write(file.read_bytes())
 
 
 @contextmanager

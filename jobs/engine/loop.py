@@ -30,7 +30,7 @@ import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
-from jobs.engine.checkpoint import FRESH_STATE, RunState, check_checkpoint, load_checkpoint, read_state, save_checkpoint
+from jobs.engine.checkpoint import RunState, check_checkpoint, load_checkpoint, read_state, save_checkpoint
 from jobs.engine.console import Progress, SignsOfLife
 from jobs.engine.deepspeed_engine import gradient_norms, start_engine
 from jobs.engine.hardware import num_threads_per_worker, peak_flops_per_second, peak_memory_gib
@@ -119,7 +119,7 @@ class TrainingLoop:
         self.config = config = self.task.config
         # Counters are reduced on the host (gloo), so that no step waits for the device.
         self.host_group = dist.new_group(backend="gloo") if config.workers.use_gpu else dist.group.WORLD
-        state = FRESH_STATE
+        state = RunState()
         if directory:
             check_checkpoint(directory, rank=self.rank, world_size=self.world_size, group=self.host_group)
             version = self.task.stream.plan.order_version

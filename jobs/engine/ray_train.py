@@ -52,14 +52,12 @@ def train_with_ray(
     """Train from the newest checkpoint that is whole, and return the result of rank 0 (`train_from_newest`)."""
     run, workers = config.run, config.workers
     failure_config = FailureConfig(max_failures=run.max_restarts)
-    scaling_config = _scaling(config, placement_strategy=workers.placement.upper())
     forget_snapshot(run.directory)
     record = CheckpointRecord(run.directory, num_kept=run.num_checkpoints_kept)
     trainer = _trainer(
-        run_worker,
-        pack_job(job, directory=run.directory, checkpoint=start_checkpoint(run)),
         config,
-        scaling_config,
+        job,
+        checkpoint=start_checkpoint(run),
         storage=run.resolved_storage,
         name=run.name,
         failure_config=failure_config,
@@ -68,7 +66,7 @@ def train_with_ray(
     scaling_policy = None
     if workers.min_workers < workers.max_workers:
         scaling_policy = ElasticPolicy(
-            scaling_config,
+            _scaling(config),
             possible=config.possible_num_workers,
             data_cpus=data_cpus,
             directory=run.directory,
@@ -84,34 +82,33 @@ def train_with_ray(
 def export_with_ray(config: TrainingConfig, job: WorkerJob, *, checkpoint: str) -> dict[str, Any]:
     """Write the export of a checkpoint with workers of Ray Train, and return the result of rank 0."""
     directory = config.run.directory
-    settings = pack_job(job, directory=directory, checkpoint=checkpoint)
     filesystem, path = resolve(f"{directory}/{_EXPORT_DIRECTORY}")
     try:
-        return _fit(
-            _trainer(export_worker, settings, config, _scaling(config), storage=directory, name=_EXPORT_DIRECTORY),
-            config,
+        trainer = _trainer(
+            config, job, checkpoint=checkpoint, only_exports=True, storage=directory, name=_EXPORT_DIRECTORY
         )
+        return _fit(trainer, config)
     finally:
         if filesystem.get_file_info(path).type == FileType.Directory:
             filesystem.delete_dir(path)
 
 
-def _scaling(config: TrainingConfig, **options: Any) -> ScalingConfig:
+def _scaling(config: TrainingConfig) -> ScalingConfig:
     workers = config.workers
     return ScalingConfig(
         num_workers=workers.max_workers,
         use_gpu=workers.use_gpu,
         resources_per_worker={"CPU": workers.cpus_per_worker} | ({"GPU": 1} if workers.use_gpu else {}),
-        **options,
+        placement_strategy=workers.placement.upper(),
     )
 
 
 def _trainer(
-    function: Any,
-    settings: dict[str, Any],
     config: TrainingConfig,
-    scaling_config: ScalingConfig,
+    job: WorkerJob,
     *,
+    checkpoint: str,
+    only_exports: bool = False,
     storage: str,
     **options: Any,
 ) -> TorchTrainer:
@@ -120,10 +117,15 @@ def _trainer(
     filesystem, path = resolve(storage)
     # Ray's annotations are those of Train V1; what is ignored here exists in Train V2, which is used at run time.
     return TorchTrainer(
-        function,
-        train_loop_config=settings,
+        run_worker,  # type: ignore[arg-type]  # it returns the result of the run
+        train_loop_config={
+            "job": cloudpickle.dumps(job),
+            "directory": config.run.directory,
+            "checkpoint": checkpoint,
+            "only_exports": only_exports,
+        },
         torch_config=loopback_rendezvous(),
-        scaling_config=scaling_config,
+        scaling_config=_scaling(config),
         run_config=RunConfig(  # type: ignore[call-arg]
             storage_path=path,
             storage_filesystem=filesystem,
@@ -147,23 +149,14 @@ def _fit(trainer: TorchTrainer, config: TrainingConfig) -> dict[str, Any]:
 # ---- on a worker -----------------------------------------------------------------------------------------------------
 
 
-def pack_job(job: WorkerJob, *, directory: str, checkpoint: str) -> dict[str, Any]:
-    """Pack a job into the settings that the functions below take."""
-    return {"job": cloudpickle.dumps(job), "directory": directory, "checkpoint": checkpoint}
-
-
 def run_worker(settings: dict[str, Any]) -> dict[str, Any]:
-    """Unpack the job and train to the end of the run."""
+    """Unpack the job and train to the end of the run, or write the export of the checkpoint."""
     gc.set_threshold(100_000)  # as `jobs.engine.command_line.run_job` does
-    job = cloudpickle.loads(settings.pop("job"))
-    return train_from_newest(job, ray_context(job, settings["directory"]), **settings)
-
-
-def export_worker(settings: dict[str, Any]) -> dict[str, Any]:
-    """Unpack the job, load the checkpoint of the settings, and write the task's export."""
-    gc.set_threshold(100_000)  # as `jobs.engine.command_line.run_job` does
-    job = cloudpickle.loads(settings["job"])
-    return export_checkpoint(job, ray_context(job, settings["directory"]), checkpoint=settings["checkpoint"])
+    job, directory, checkpoint = cloudpickle.loads(settings["job"]), settings["directory"], settings["checkpoint"]
+    context = ray_context(job, directory)
+    if settings["only_exports"]:
+        return export_checkpoint(job, context, checkpoint=checkpoint)
+    return train_from_newest(job, context, directory=directory, checkpoint=checkpoint)
 
 
 def ray_context(job: WorkerJob, run_directory: str) -> WorkerContext:
@@ -198,25 +191,11 @@ class RemoteMailbox:
         mailbox: Any = ray.remote(Mailbox)
         self._actor = mailbox.options(num_cpus=0, scheduling_strategy=on_this_node()).remote()
 
-    def say(self, line: str) -> None:
-        """Print one line."""
-        self._actor.say.remote(line)
-
-    def show(self, step: int, text: str) -> None:
-        """Draw the bar after `step` steps."""
-        self._actor.show.remote(step, text)
-
-    def sign(self, rank: int, step: int, place: str) -> None:
-        """Give a sign of life of a worker."""
-        self._actor.sign.remote(rank, step, place)
-
-    def ask_to_save(self) -> None:
-        """Ask the workers to save."""
-        self._actor.ask_to_save.remote()
-
-    def ask_to_stop(self) -> None:
-        """Ask the workers to save and to stop."""
-        self._actor.ask_to_stop.remote()
+    def __getattr__(self, name: str) -> Any:
+        """Return a method of the mailbox that nobody waits for: `say`, `show`, `sign`, `ask_to_save` or `ask_to_stop`."""
+        if name.startswith("_"):  # what pickle asks for before there is an actor
+            raise AttributeError(name)
+        return getattr(self._actor, name).remote
 
     def requests(self) -> tuple[bool, int] | None:
         """Return what the driver and Ray Train's controller have asked; None if they do not answer."""

@@ -1,4 +1,4 @@
-"""The bodies of commands: of evaluations, of training, and of jobs with subcommands, and how every scoring job ends."""
+"""The bodies of commands: of evaluations and of jobs with subcommands, and how every scoring job ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import tyro
 
-from jobs.engine.command_line import FAILED, fail, parse_preset, refusals_on_one_line
+from jobs.engine.command_line import FAILED, fail, refusals_on_one_line
 from jobs.scoring.config import EvaluationConfig
 
 Config = TypeVar("Config", bound=EvaluationConfig)
@@ -53,28 +53,6 @@ def run_subcommand(
     module, _, function = next(place for kind, place in jobs.values() if type(config) is kind).partition(":")
     with ending_in_one_line():
         getattr(import_module(module), function)(config)
-    return 0
-
-
-def run_training(
-    arguments: Sequence[str],
-    presets: Mapping[str, Callable[[], Any]],
-    plan: str,
-    *,
-    job: str,
-    description: str | None,
-    results: str,
-    commands: Callable[[Any, str], list[list[str]]] = lambda config, export: [],
-) -> int:
-    """Parse the arguments, plan or train with `make_plan` of the module `plan`, and print where the results are."""
-    config, dry_run = parse_preset(presets, arguments, job=job, purpose=(description or "").splitlines()[0])
-    # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
-    from jobs.engine.launch import print_where_to_look, run_command
-    from jobs.scoring.mlflow_models import record_models
-
-    outcome = run_command(config, import_module(plan).make_plan, dry_run=dry_run, record_models=record_models)
-    if outcome is not None:
-        print_where_to_look(outcome, results=results, commands=commands(config, outcome["export"]))
     return 0
 
 

@@ -25,9 +25,9 @@ from jobs.scoring.config import LanguageModelPool, PoolSection
 from jobs.scoring.units import Finished, UnitStore, map_units
 from jobs.tasks import images
 from jobs.tasks.base import resolve_paths
-from jobs.tasks.dual_encoder import data as pair_data
+from jobs.tasks.dual_encoder import task as pair_data
 from jobs.tasks.dual_encoder.config import ClipConfig
-from jobs.tasks.dual_encoder.data import build_encoder, caption_noise, embeddings_of, refer_to_towers
+from jobs.tasks.dual_encoder.task import build_encoder, caption_noise, embeddings_of, refer_to_towers
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.data import blocks_layout, features_of, refer_to_base
 from jobs.tasks.language_model.models import build_base, read_only

@@ -21,8 +21,7 @@ from jobs.tasks.dual_encoder.config import (
     PairTemperatureSection,
     RetrievalValidationSection,
 )
-from jobs.tasks.dual_encoder.data import caption_noise, embeddings_of, pair_source, refer_to_towers
-from jobs.tasks.dual_encoder.task import ClipTask
+from jobs.tasks.dual_encoder.task import ClipTask, caption_noise, embeddings_of, pair_source, refer_to_towers
 from pipelines.features import PairEmbeddings
 from pipelines.images.manifest import ImageManifest
 from pipelines.stream import Batch

@@ -139,7 +139,7 @@ def measure_llama_overhead(scale: str, seed: int) -> dict[str, dict[str, float]]
 
 def measure_clip_overhead(scale: str, seed: int) -> dict[str, dict[str, float]]:
     """Returns what two TempNets and the robust loss add to a training step of CLIP (Table 14), as `measure_overhead`."""
-    from jobs.tasks.dual_encoder.data import add_loss, build_encoder
+    from jobs.tasks.dual_encoder.task import add_loss, build_encoder
     from pipelines.text.tokenization import load_tokenizer
 
     def form(name: str) -> Callable[[], None]:

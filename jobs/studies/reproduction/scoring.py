@@ -216,7 +216,7 @@ class NoisyCaptions(Scoring):
 
     def _difference(self, run: FinishedRun) -> float:
         from jobs.tasks.dual_encoder.config import ClipConfig
-        from jobs.tasks.dual_encoder.data import pair_source
+        from jobs.tasks.dual_encoder.task import pair_source
         from jobs.tasks.images import prepare_split, random_pairs
 
         config = run.config

@@ -11,7 +11,7 @@ from jobs.engine.launch import tracking_uri
 from jobs.engine.task import Plan, PreparedTask
 from jobs.tasks.base import count_parameters, create_task
 from jobs.tasks.classifier.config import ClassifierConfig
-from jobs.tasks.classifier.data import build_model, read_fold
+from jobs.tasks.classifier.task import build_model, read_fold
 from pipelines.sentences.senteval import SentenceTask
 from pipelines.text.tokenization import load_tokenizer
 

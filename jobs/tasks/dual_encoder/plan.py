@@ -23,7 +23,7 @@ from jobs.tasks.base import (
 )
 from jobs.tasks.config import check_sizes
 from jobs.tasks.dual_encoder.config import ClipConfig
-from jobs.tasks.dual_encoder.data import (
+from jobs.tasks.dual_encoder.task import (
     build_encoder,
     build_networks,
     encoder_sizes,

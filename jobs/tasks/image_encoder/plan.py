@@ -15,7 +15,7 @@ from jobs.engine.task import Plan, PreparedTask, data_set
 from jobs.tasks.base import DataReference, count_parameters, create_task, naming_field, resolve_paths
 from jobs.tasks.config import check_sizes
 from jobs.tasks.image_encoder.config import ImageEncoderConfig
-from jobs.tasks.image_encoder.data import build_model, probed_images, read_classes
+from jobs.tasks.image_encoder.task import build_model, probed_images, read_classes
 from jobs.tasks.images import preparation, prepare_split
 from pipelines.images.prepare import check_source
 from pipelines.stream import READ_CPUS

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from jobs.engine.export import open_export
 from jobs.engine.hardware import worker_device
 from jobs.engine.task import ParameterGroup, StepResult, Task
-from jobs.tasks.base import DataReference, base_and_tempnet_groups, to_device
+from jobs.tasks.base import DataReference, autocast_dtype, base_and_tempnet_groups, to_device, unimodal_loss
 from jobs.tasks.image_encoder.config import ImageEncoderConfig
-from jobs.tasks.image_encoder.data import build_model, probe_accuracy, probed_images, read_classes, view_source
-from jobs.tasks.images import random_pairs
+from jobs.tasks.images import build_image_tower, cache_for, random_pairs
 from pipelines.images.manifest import ImageManifest
 from pipelines.images.pairs import PairSource
 from pipelines.stream import Batch
 from tempnet.contrastive.config import gamma_at
 from tempnet.contrastive.losses import PairStatistics
 from tempnet.contrastive.state import SampleState, World
+from tempnet.models.dual_encoder_config import DualEncoderConfig
 from tempnet.models.image_encoder import TemperatureImageEncoder
 from tempnet.network import PAIRED_DIRECTORY
 from tempnet.statistics import histogram_of
+
+if TYPE_CHECKING:  # the driver, which builds the model to check it, does not need DeepSpeed
+    from deepspeed import DeepSpeedEngine
 
 
 class ImageEncoderTask(Task[ImageEncoderConfig]):
@@ -142,3 +144,54 @@ class ImageEncoderTask(Task[ImageEncoderConfig]):
     def sample_state(self) -> SampleState | None:
         """What the loss remembers of every image; None if it remembers nothing."""
         return self.module.loss.bimodal.state
+
+
+_NUM_ITERATIONS = 1000
+_PROBE_SEED = 0  # the same images for all runs
+
+
+def view_source(config: ImageEncoderConfig, manifest: ImageManifest) -> PairSource:
+    """Return the source that reads two views of every image from prepared data."""
+    return PairSource(
+        manifest=manifest,
+        image_size=config.model.image_size,
+        seed=config.run.seed,
+        augmentation=config.data.augmentation,
+        num_views=2,
+        cache_bytes=cache_for(config, manifest),
+    )
+
+
+def read_classes(manifest: ImageManifest) -> np.ndarray:
+    """Return the names (n,) of the classes of all images of prepared data, in which they are the captions."""
+    return np.array(PairSource(manifest=manifest, image_size=1).captions()[0])
+
+
+def probed_images(num_images: int, limit: int) -> np.ndarray:
+    """Return the sorted numbers of the images that the probe reads: `limit` random ones, or all if it is 0."""
+    return random_pairs(num_images, min(limit or num_images, num_images), _PROBE_SEED)
+
+
+def probe_accuracy(
+    train: np.ndarray, labels: np.ndarray, held_out: np.ndarray, held_out_labels: np.ndarray, *, regularisation: float
+) -> float:
+    """Fit a logistic regression to standardised features (n, w) and labels (n,); return its accuracy on held-out ones.
+
+    It is wrong about an image of a class that is not among the labels.
+    """
+    from sklearn.linear_model import LogisticRegression  # only rank 0 needs it
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    probe = make_pipeline(StandardScaler(), LogisticRegression(C=regularisation, max_iter=_NUM_ITERATIONS))
+    return float(probe.fit(train, labels).score(held_out, held_out_labels))
+
+
+def build_model(config: ImageEncoderConfig, *, num_images: int, device: torch.device) -> TemperatureImageEncoder:
+    """Build the module, the same on every rank, with the loss's state of `num_images` partitioned among the ranks."""
+    settings = config.model
+    torch.manual_seed(config.run.seed)
+    tower = build_image_tower(settings, settings.path, "model.path")
+    loss = unimodal_loss(config.temperature, settings.embedding_size, num_samples=num_images, device=device)
+    sizes = DualEncoderConfig(embedding_size=settings.embedding_size, image_size=settings.image_size)
+    return TemperatureImageEncoder(tower, loss, sizes, autocast_dtype=autocast_dtype(config)).to(device)

@@ -11,7 +11,7 @@ from jobs.engine.launch import tracking_uri
 from jobs.engine.task import Plan, PreparedTask, data_set
 from jobs.tasks.base import DataReference, count_parameters, create_task, naming_field, resolve_paths
 from jobs.tasks.sentence_encoder.config import SentenceConfig
-from jobs.tasks.sentence_encoder.data import (
+from jobs.tasks.sentence_encoder.task import (
     build_encoder,
     build_networks,
     describe_documents,

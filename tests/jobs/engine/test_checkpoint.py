@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jobs.engine.checkpoint import (
-    FRESH_STATE,
+    RunState,
     SafeCheckpointEngine,
     _parts,
     _process_directory,
@@ -65,10 +65,10 @@ def test_a_stage_is_pickled_by_its_value_whatever_the_python_and_other_classes_a
 
 def test_a_checkpoint_of_a_program_with_another_order_of_the_data_is_refused(tmp_path: Path) -> None:
     """A checkpoint without a version is one that was written before there were several."""
-    state = asdict(FRESH_STATE)
+    state = asdict(RunState())
     del state["order_version"]
     (tmp_path / "state.json").write_text(json.dumps(state))
-    assert read_state(tmp_path, CONFIG, order_version=1) == FRESH_STATE
+    assert read_state(tmp_path, CONFIG, order_version=1) == RunState()
     (tmp_path / "state.json").write_text(
         json.dumps(state | {"step": 40, "store_retries": {"s3": {"503": 2, "cut": 1}}})
     )
@@ -78,8 +78,8 @@ def test_a_checkpoint_of_a_program_with_another_order_of_the_data_is_refused(tmp
 
 
 def test_what_concerns_another_run_alone_is_not_taken_over(tmp_path: Path) -> None:
-    state = replace(
-        FRESH_STATE, step=40, world_size=1, num_units=7, best_rating=0.5, unsent_metrics=[["loss", 1.0]],
+    state = RunState(
+        step=40, world_size=1, num_units=7, best_rating=0.5, unsent_metrics=[["loss", 1.0]],
         validations=[(40, {"loss": 2.0})], store_retries=2, batches_digest="0123",
     )  # fmt: skip
     (tmp_path / "state.json").write_text(json.dumps(asdict(state)))

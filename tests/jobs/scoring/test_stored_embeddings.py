@@ -24,9 +24,8 @@ from safetensors.torch import load_file
 
 from jobs.scoring.features import check_room, units_of
 from jobs.tasks.dual_encoder.config import ClipConfig
-from jobs.tasks.dual_encoder.data import find_embeddings, refer_to_towers
 from jobs.tasks.dual_encoder.plan import make_plan
-from jobs.tasks.dual_encoder.task import ClipTask
+from jobs.tasks.dual_encoder.task import ClipTask, find_embeddings, refer_to_towers
 from jobs.tasks.dual_encoder.validation import score
 from pipelines import features as features_module
 from pipelines.features import EmbeddingSource, PairEmbeddings

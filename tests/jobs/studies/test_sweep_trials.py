@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.tune.search import Searcher
 
-from jobs.engine.checkpoint import FRESH_STATE
+from jobs.engine.checkpoint import RunState
 from jobs.engine.command_line import parse_preset
 from jobs.engine.launch import claim_directory, find_outcome
 from jobs.engine.resumption import checkpoint_name, write_file_list
@@ -159,7 +159,7 @@ def test_a_run_that_tune_has_ended_gets_the_outcome_of_its_newest_checkpoint(tmp
         validations = [
             (seen, {"tau_mean": 0.9, "cross_entropy_tau": 6.0 - seen / 100}) for seen in range(30, step + 1, 30)
         ]
-        state = replace(FRESH_STATE, step=step, world_size=1, validations=validations)
+        state = RunState(step=step, world_size=1, validations=validations)
         (directory / "state.json").write_text(json.dumps(asdict(state)))
         write_file_list(directory, rank=0, world_size=1, group="")
     (directory / "state.json").write_text("")  # the upload of the newest did not end

@@ -18,10 +18,10 @@ from jobs.engine.command_line import parse_preset
 from jobs.engine.fields import recorded_values, resolve_fields, with_fields
 from jobs.studies.cross_validation import make_cross_validation
 from jobs.studies.sweeps import presets as sweep_presets
-from jobs.tasks.classifier.data import read_data
+from jobs.tasks.classifier.task import read_data
 from jobs.tasks.config import check_sizes
-from jobs.tasks.dual_encoder.data import build_encoder
 from jobs.tasks.dual_encoder.plan import make_plan as make_pair_plan
+from jobs.tasks.dual_encoder.task import build_encoder
 from jobs.tasks.image_encoder.plan import make_plan as make_image_plan
 from jobs.tasks.images import preparation
 from jobs.tasks.language_model.plan import make_plan as make_text_plan

@@ -16,8 +16,7 @@ from jobs.engine.fields import configuration_hash, fixed_values, with_fields
 from jobs.studies.cross_validation import as_markdown, make_rows
 from jobs.studies.estimates import estimate
 from jobs.tasks.classifier.config import CrossValidationConfig
-from jobs.tasks.classifier.data import build_model, folds, read_data, read_fold
-from jobs.tasks.classifier.task import sentence_tensors
+from jobs.tasks.classifier.task import build_model, folds, read_data, read_fold, sentence_tensors
 from jobs.tasks.presets.classifiers import PRESETS
 from pipelines.text.tokenization import load_tokenizer, train_wordpiece
 

@@ -424,7 +424,7 @@ def test_of_dual_encoders_the_best_model_is_exported(site: Site) -> None:
 def test_image_encoders_are_exported_for_transformers_and_a_linear_probe_scores_them(site: Site) -> None:
     from transformers import AutoModel
 
-    from jobs.tasks.image_encoder.data import probe_accuracy
+    from jobs.tasks.image_encoder.task import probe_accuracy
     from jobs.tasks.images import prepare_split
     from pipelines.images.pairs import PairSource
     from tempnet import TempNet

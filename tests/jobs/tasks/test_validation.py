@@ -14,7 +14,7 @@ from scipy.stats import spearmanr
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from jobs.tasks.dual_encoder.validation import HeldOut, one_temperature
-from jobs.tasks.image_encoder.data import probe_accuracy
+from jobs.tasks.image_encoder.task import probe_accuracy
 from jobs.tasks.language_model.report import coloured_page
 from jobs.tasks.language_model.validation import ValidationPart, validate
 from jobs.tasks.sentence_encoder.task import SpanStatistics
