@@ -45,8 +45,8 @@ Fetched: TypeAlias = tuple[list[str], tuple[int, str] | None, dict[int, Sign]]
 class Mailbox:
     """Keeps the workers' lines and their last progress until the driver fetches them, and its requests to them.
 
-    It is the terminal (`jobs.engine.worker.Terminal`) of a worker in the driver's own process; to others it is an actor of
-    Ray (`jobs.engine.ray_train.RemoteMailbox`).
+    A worker in the driver's own process has it as its terminal; to others it is an actor of Ray
+    (`jobs.engine.ray_train.RemoteMailbox`).
     """
 
     def __init__(self) -> None:
@@ -63,6 +63,7 @@ class Mailbox:
         self._must_stop = True
 
     def requests(self) -> tuple[bool, int]:
+        """Return whether the run is to stop, and how often it was asked to save."""
         return self._must_stop, self._num_saves
 
     def say(self, line: str) -> None:
@@ -72,6 +73,7 @@ class Mailbox:
         self._progress = (step, text)
 
     def sign(self, rank: int, step: int, place: str) -> None:
+        """Keep a sign of life of a worker: how many steps it has made, and where it is."""
         if rank in self._signs and step < self._signs[rank][0]:
             self._signs = {}  # other workers have begun
         self._signs[rank] = (step, place, time.monotonic())
@@ -220,7 +222,6 @@ class ProgressNotes:
 
 
 def note_failure(directory: str, cause: str, *, step: int, is_final: bool) -> None:
-    """Note why a run failed."""
     _write(
         f"{directory}/{FAILURE_FILE}",
         {"cause": cause[:_MAX_CHARACTERS], "step": step, "is_final": is_final, "time": time.time()},
@@ -246,7 +247,6 @@ class SignsOfLife:
             threading.Thread(target=self._run, args=arguments, name="signs of life", daemon=True).start()
 
     def close(self) -> None:
-        """Tell nothing any more."""
         self._closed.set()
 
     def _run(self, terminal: Any, rank: int, step: Callable[[], int]) -> None:

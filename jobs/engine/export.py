@@ -121,21 +121,13 @@ def configure(config: TrainingConfig, late: LateExport) -> TrainingConfig:
 
 def make_late_export(plan: Plan, late: LateExport) -> None:
     """Load the checkpoint on workers, or with `workers.local` in this process, and write the export."""
-    config, workers = plan.config, plan.config.workers
-    if workers.local:
-        result = export_here(WorkerJob(create_task=plan.prepare().create_task), config, checkpoint=late.checkpoint)
+    job = WorkerJob(create_task=plan.prepare_with_room().create_task)
+    if plan.config.workers.local:
+        result = export_here(job, plan.config, checkpoint=late.checkpoint)
     else:
-        from jobs.engine import cluster, ray_train
+        from jobs.engine.ray_train import export_with_ray
 
-        cluster.start_ray()
-        cluster.check_resources(
-            num_workers=workers.max_workers,
-            cpus_per_worker=workers.cpus_per_worker,
-            use_gpu=workers.use_gpu,
-            data_cpus=plan.data_cpus,
-        )
-        job = WorkerJob(create_task=plan.prepare().create_task)
-        result = ray_train.export_with_ray(config, job, checkpoint=late.checkpoint)
+        result = export_with_ray(plan.config, job, checkpoint=late.checkpoint)
     if "fatal" in result:
         raise FatalTrainingError(result["fatal"])
 

@@ -157,7 +157,7 @@ def train(
         print("\nThis run is finished; its results:", flush=True)
         return outcome
     with Lease(config.run.directory), _naming_lost_cluster(config):
-        prepared = _prepare(plan)
+        prepared = plan.prepare_with_room()
         outcome = claim_directory(config)  # only now, so that a run that cannot start does not take the name
         if outcome is not None:
             return outcome  # another driver held the lease until now and finished the run
@@ -232,22 +232,6 @@ def _naming_lost_cluster(config: TrainingConfig) -> AbstractContextManager[None]
     from jobs.engine.ray_failures import naming_lost_cluster
 
     return naming_lost_cluster(config.run.directory)
-
-
-def _prepare(plan: Plan) -> PreparedTask:
-    """Prepare the data of a plan, as soon as it is certain that Ray has room for its run."""
-    workers = plan.config.workers
-    if not workers.local:
-        from jobs.engine import cluster
-
-        cluster.start_ray()
-        cluster.check_resources(
-            num_workers=workers.min_workers,
-            cpus_per_worker=workers.cpus_per_worker,
-            use_gpu=workers.use_gpu,
-            data_cpus=plan.data_cpus * workers.min_workers / workers.max_workers,
-        )
-    return plan.prepare()
 
 
 def record_start(
@@ -353,7 +337,6 @@ def claim_directory(config: Named) -> dict[str, Any] | None:
 
 
 def delete_checkpoints(directory: str) -> None:
-    """Delete all checkpoints in the directory of a run."""
     filesystem, path = resolve(directory)
     for name in found_checkpoints(directory):
         filesystem.delete_dir(f"{path}/{name}")
@@ -366,9 +349,7 @@ class Named(Protocol):
     """The configuration of a run, or of a group of runs, that has a section `run`."""
 
     @property
-    def run(self) -> RunSection:
-        """The name and the directories of the run."""
-        ...
+    def run(self) -> RunSection: ...
 
 
 def check_plan(plan: Plan) -> dict[str, Any] | None:
@@ -563,7 +544,6 @@ def write_card(config: TrainingConfig, prepared: PreparedTask, outcome: Mapping[
 
 
 def _publish(plan: Plan, outcome: dict[str, Any], tracked: TrackedRun | None) -> None:
-    """Write the report into the run's directory."""
     config = plan.config
     with open_export(f"{config.run.directory}/report") as local:
         (local / "summary.txt").write_text(plan.summary_table(outcome) + "\n")

@@ -65,7 +65,6 @@ class Lease:
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def __enter__(self) -> Lease:
-        """Take the lease."""
         held = self._read()
         if held is not None and not is_ended_here(held):
             self._wait_until_dead(held)
@@ -81,7 +80,6 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Release the lease."""
         self._stop.set()
         self._thread.join()
         if self._lost_to is not None:

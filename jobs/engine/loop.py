@@ -37,7 +37,7 @@ from jobs.engine.hardware import num_threads_per_worker, peak_flops_per_second, 
 from jobs.engine.metrics import MetricLogger, SystemMetrics
 from jobs.engine.resumption import FatalTrainingError, naming_full_disk
 from jobs.engine.task import Statistics, Task
-from jobs.engine.worker import Terminal, Validation, WorkerContext, WorkerJob
+from jobs.engine.worker import Validation, WorkerContext, WorkerJob
 from pipelines.storage import compute_digest
 from pipelines.store_errors import RETRIES, RetryLog
 from pipelines.stream import Batch
@@ -57,12 +57,10 @@ class Throughput:
 
     @property
     def units_per_second(self) -> float:
-        """Units per second, counting the units of the global batch."""
         return self.num_units / self.seconds
 
     @property
     def data_wait_share(self) -> float:
-        """Share of the time that was spent waiting for data."""
         return self.seconds_waiting / self.seconds
 
 
@@ -475,10 +473,9 @@ class StopRequests:
         return is_preempted or is_saving or is_stopping, is_stopping
 
     def close(self) -> None:
-        """Stop asking."""
         self._closed.set()
 
-    def _ask(self, terminal: Terminal) -> None:
+    def _ask(self, terminal: Any) -> None:
         num_saves: int | None = None  # requests from before this worker was started were answered by its predecessor
         while not self._closed.wait(_SECONDS_BETWEEN_QUESTIONS):
             if (answer := terminal.requests()) is None:

@@ -153,7 +153,6 @@ class SystemMetrics:
         self._thread.start()
 
     def close(self) -> None:
-        """Take the last sample and stop."""
         self._stop.set()
         self._thread.join()
 

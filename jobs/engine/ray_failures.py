@@ -254,7 +254,6 @@ class HeadWatch:
         self.close()
 
     def close(self) -> None:
-        """Interrupt nothing any more."""
         self._stop.set()
 
     def explain(self, error: BaseException) -> str:

@@ -202,7 +202,6 @@ class RemoteMailbox:
         return self._ask("requests", seconds=30.0)
 
     def wait(self) -> None:
-        """Wait until the actor runs."""
         wait_until_started(self._actor)
 
     def fetch(self) -> Fetched | None:
@@ -222,7 +221,7 @@ class RemoteMailbox:
 
 
 class RayReport:
-    """Reports metrics and this rank's part of a checkpoint to Ray Train; see `jobs.engine.worker.Report`."""
+    """Reports metrics and this rank's part of a checkpoint to Ray Train; see `jobs.engine.worker.WorkerContext`."""
 
     def __init__(self, run_directory: str, *, rank: int, world_size: int) -> None:
         self._run_directory, self._rank, self._world_size = run_directory, rank, world_size

@@ -369,6 +369,21 @@ class Plan(ABC, Generic[Config]):
     def prepare(self) -> PreparedTask:
         """Prepare the data and resolve the values that depend on them."""
 
+    def prepare_with_room(self) -> PreparedTask:
+        """Prepare the data, as soon as it is certain that Ray has room for the run; it is started if the run needs it."""
+        workers = self.config.workers
+        if not workers.local:
+            from jobs.engine import cluster
+
+            cluster.start_ray()
+            cluster.check_resources(
+                num_workers=workers.min_workers,
+                cpus_per_worker=workers.cpus_per_worker,
+                use_gpu=workers.use_gpu,
+                data_cpus=self.data_cpus * workers.min_workers / workers.max_workers,
+            )
+        return self.prepare()
+
     def rows(self, outcome: Mapping[str, Any]) -> list[tuple[str, str]]:
         """Return name and text of the results that only this kind of training has."""
         raise NotImplementedError

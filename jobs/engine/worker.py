@@ -62,29 +62,6 @@ class EarlyStopping(Protocol):
         ...
 
 
-class Terminal(Protocol):
-    """The terminal of the person who started the run, as a worker reaches it."""
-
-    def say(self, line: str) -> None:
-        """Print one line."""
-
-    def show(self, step: int, text: str) -> None:
-        """Show the progress after `step` steps, such as a bar; a text without bar goes through :meth:`say`."""
-
-    def sign(self, rank: int, step: int, place: str) -> None:
-        """Give a sign of life of a worker: how many steps it has made, and where it is."""
-
-    def requests(self) -> tuple[bool, int] | None:
-        """Return whether the run is to stop, and how often it was asked to save; None if nobody can be asked now."""
-
-
-class Report(Protocol):
-    """Takes over metrics and this rank's part of a checkpoint; all ranks call it for the same step."""
-
-    def __call__(self, metrics: Mapping[str, float], directory: Path | None, *, step: int) -> None:
-        """Report the scores of a validation, and store a local directory as a part of the checkpoint; None: of none."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerContext:
     """The place of one worker among all workers of a run. PyTorch's default process group must exist."""
@@ -93,11 +70,13 @@ class WorkerContext:
     world_size: int
     local_world_size: int
     """Number of workers on this machine."""
-    report: Report
+    report: Callable[..., None]
+    """Takes over metrics, name → value, and this rank's part of a checkpoint, a local directory or None, of a `step`. All
+    ranks call it for the same step."""
     agree: Callable[[Any], Any] = lambda value: value
     """Returns on all workers what the first one passes; all of them call it."""
-    terminal: Terminal | None = None
-    """None: there is none, and lines are printed into this worker's log."""
+    terminal: Any = None
+    """The driver's `jobs.engine.console.Mailbox`, or a way to it; None: lines are printed into this worker's log."""
     is_preempted: Callable[[], bool] = lambda: False
     """Returns whether a machine of this run is about to be taken away."""
 
@@ -240,7 +219,7 @@ def local_copy(uri: str) -> Iterator[str]:
 # ---- in this process -------------------------------------------------------------------------------------------------
 
 
-def train_here(job: WorkerJob, config: TrainingConfig, report: Report | None = None) -> dict[str, Any]:
+def train_here(job: WorkerJob, config: TrainingConfig, report: Callable[..., None] | None = None) -> dict[str, Any]:
     """Train from the newest checkpoint that is whole, in this process, as one worker of Ray would.
 
     Where PyTorch's default process group exists already, all its processes call this and are the workers of the run.
@@ -255,7 +234,7 @@ def export_here(job: WorkerJob, config: TrainingConfig, *, checkpoint: str) -> d
     return export_checkpoint(job, _context_here(job, config, None), checkpoint=checkpoint)
 
 
-def _context_here(job: WorkerJob, config: TrainingConfig, report: Report | None) -> WorkerContext:
+def _context_here(job: WorkerJob, config: TrainingConfig, report: Callable[..., None] | None) -> WorkerContext:
     """Return the context of this process, with a process group of its own unless it has one."""
     os.environ |= {"DEEPSPEED_LOG_LEVEL": "ERROR", **worker_environment(config)}
     import torch.distributed as dist
@@ -287,7 +266,7 @@ def agree(value: Any) -> Any:
 
 
 class DirectoryReport:
-    """Copies the parts of a checkpoint into the run's directory, and deletes the oldest checkpoints; see `Report`."""
+    """Copies the parts of a checkpoint into the run's directory, and deletes the oldest checkpoints; see `WorkerContext`."""
 
     def __init__(self, config: TrainingConfig) -> None:
         self._run = config.run

@@ -46,7 +46,6 @@ class ClassifierPlan(Plan[ClassifierConfig]):
         return 0.0
 
     def describe(self) -> str:
-        """Return the plan as text for the terminal."""
         config, names = self.config, self.data.class_names
         num_epochs = config.run.num_steps * config.optimizer.batch_size / self.num_train
         return self.describe_lines(

@@ -58,7 +58,6 @@ class ClassifierTask(Task[ClassifierConfig]):
         )
 
     def build(self, *, is_fresh: bool) -> None:
-        """Build the classifier and the class centres."""
         tokenizer = load_tokenizer(self.config.tokenizer, needs_eos=False)
         module = build_model(self.config, tokenizer, self.labelled.class_names)
         self.module = module.to(worker_device(self.config.workers))
@@ -75,7 +74,6 @@ class ClassifierTask(Task[ClassifierConfig]):
     def train_step(
         self, engine: DeepSpeedEngine, batch: Batch, *, step: int, num_units: int, with_statistics: bool
     ) -> StepResult:
-        """Train on one global batch."""
         output = engine(**self._tensors(batch, engine.device))
         engine.backward(output["loss"])
         engine.step()
@@ -107,13 +105,11 @@ class ClassifierTask(Task[ClassifierConfig]):
         return scores, {"confusion": confusion.tolist()} if with_details else None
 
     def _tensors(self, batch: Batch, device: torch.device) -> dict[str, Tensor]:
-        """Convert a batch into the arguments of the module."""
         return sentence_tensors(
             batch, device, with_padding=self.config.centers.with_padding, with_types=self.knows_token_types
         )
 
     def describe(self, scores: Mapping[str, float]) -> str:
-        """Format scores as a short text for a progress line."""
         return f"accuracy {scores['accuracy']:.2%}, cross-entropy {scores['cross_entropy']:.4f}"
 
     def export(self) -> None:
@@ -143,7 +139,6 @@ class ClassifierStatistics:
         return cls(torch.tensor(list(map(float, values)), dtype=torch.float64, device=labels.device), second)
 
     def summary(self) -> dict[str, float]:
-        """Return the losses and the accuracy of the batch."""
         cross_entropy, value, right, count = self.sums.tolist()
         parts = {self.second: value} if self.second else {}
         return {"cross_entropy": cross_entropy, **parts, "accuracy": right / count}

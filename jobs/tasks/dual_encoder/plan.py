@@ -72,7 +72,6 @@ class ClipPlan(Plan[ClipConfig]):
         return READ_CPUS * num_readers * self.config.workers.max_workers
 
     def describe(self) -> str:
-        """Return the plan as text for the terminal."""
         config, loss = self.config, self.config.temperature.loss_config
         size, workers = config.optimizer.batch_size, config.workers.max_workers
         gamma = f"from 1 to {loss.gamma_min:g}" if loss.has_falling_gamma else f"constant {loss.gamma:g}"
@@ -153,7 +152,6 @@ class ClipPlan(Plan[ClipConfig]):
         )
 
     def rows(self, outcome: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Return recalls, cross-entropy and temperatures."""
         scores = outcome["validation"]
         rows = [
             ("loss", outcome["loss"] + (f", ρ = {outcome['rho']:g}" if outcome["rho"] is not None else "")),

@@ -164,7 +164,6 @@ class ClipTask(Task[ClipConfig]):
     def train_step(
         self, engine: DeepSpeedEngine, batch: Batch, *, step: int, num_units: int, with_statistics: bool
     ) -> StepResult:
-        """Train on one global batch."""
         configs = [member.config.temperature.loss_config for member in self.members]
         gammas = [gamma_at(config, step, self.config.run.num_steps) for config in configs]
         are_steered = [member.steering.follows(engine.optimizer, member.number) for member in self.members]
@@ -227,7 +226,6 @@ class ClipTask(Task[ClipConfig]):
         return held_out
 
     def describe(self, scores: Mapping[str, float]) -> str:
-        """Format cross-entropy, recalls and mean τ as a short text for a progress line."""
         tau = f"; mean τ {scores['tau_mean']:.4f}" if "tau_mean" in scores else ""
         return (
             f"cross-entropy {scores['cross_entropy_tau']:.4f}; "
@@ -293,7 +291,6 @@ def pair_source(config: ClipConfig, manifest: ImageManifest) -> PairSource:
 
 
 def refer_to_towers(config: ClipConfig) -> BaseReference:
-    """Return the reference to the frozen towers of a run."""
     path = config.model.path
     found = BaseReference(path=path, digest=encoder_digest(checked_copy(path, "model.path = ")))
     return check_continues(config, path, found)

@@ -77,7 +77,6 @@ class LanguageModelPlan(Plan[LanguageModelConfig]):
         return READ_CPUS * self.config.workers.max_workers + self.config.data.preparing_cpus
 
     def describe(self) -> str:
-        """Return the plan as text for the terminal."""
         config, is_frozen = self.config, self.config.model.is_frozen
         start = str(self.tokenizer.convert_ids_to_tokens(document_start_id(self.tokenizer)))
         tokens = config.optimizer.batch_size * config.data.context_length
@@ -187,7 +186,6 @@ class LanguageModelPlan(Plan[LanguageModelConfig]):
         )
 
     def write_report(self, directory: Path, outcome: Mapping[str, Any], tracked: TrackedRun | None) -> None:
-        """Write the pages and plots of a finished run."""
         report.write_report(directory, outcome, self.tokenizer, tracked)
 
 

@@ -107,7 +107,6 @@ class LanguageModelTask(Task[LanguageModelConfig]):
         self.module = modules[0] if len(modules) == 1 else SideBySideCausalLM(modules)
 
     def _take(self, module: TemperatureCausalLM) -> None:
-        """Train this module."""
         self.module = module
         self.module.fold_cache = FoldCache(self.config.num_accumulation_steps)
         self.steering = RhoSteering(
@@ -151,7 +150,6 @@ class LanguageModelTask(Task[LanguageModelConfig]):
         return int((batch["targets"] != IGNORE_INDEX).sum())
 
     def micro_batches(self, batch: Batch, device: torch.device) -> Iterator[dict[str, Any]]:
-        """Yield the tensors of the micro-batches of a batch."""
         size = self.config.micro_batch_size
         for at in range(0, len(batch["targets"]), size):
             yield to_tensors({name: value[at : at + size] for name, value in batch.items()}, device)
@@ -159,7 +157,6 @@ class LanguageModelTask(Task[LanguageModelConfig]):
     def train_step(
         self, engine: DeepSpeedEngine, batch: Batch, *, step: int, num_units: int, with_statistics: bool
     ) -> StepResult:
-        """Train on one global batch, in micro-batches."""
         # DeepSpeed averages gradients over ranks and micro-batches, but the loss is the sum over tokens divided by the
         # tokens of the whole batch.
         num_parts = self.world_size * self.config.num_accumulation_steps
@@ -235,7 +232,6 @@ class LanguageModelTask(Task[LanguageModelConfig]):
         return results
 
     def describe(self, scores: Mapping[str, float]) -> str:
-        """Format cross-entropies and mean τ as a short text for a progress line."""
         return (
             f"cross-entropy {scores['cross_entropy']:.4f} at τ = 1, {scores['cross_entropy_tau']:.4f} at τ; "
             f"mean τ {scores['tau_mean']:.3f}"

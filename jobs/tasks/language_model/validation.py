@@ -110,7 +110,6 @@ class LearnedSums:
         self.learned.index_add_(1, documents, torch.stack([loss, tau * loss, tau]))
 
     def add_up(self, device: torch.device) -> None:
-        """Add the sums of all ranks up, in place."""
         sums = self.of_constants
         for values in (self.learned, sums.counts, sums.profiles.values, sums.profiles.target):
             total = values.to(device)
@@ -176,7 +175,6 @@ class Tally:
         self.passage: dict[str, list[Any]] | None = None
 
     def add(self, at: int, targets: Tensor, output: CausalLMOutput) -> None:
-        """Add the micro-batch that starts at block `at`."""
         tau, entropy = output["tau"], output["entropy"]
         assert entropy is not None
         assert output["statistics"] is not None

@@ -60,7 +60,6 @@ class SentencePlan(Plan[SentenceConfig]):
         return " + ".join(parts)
 
     def describe(self) -> str:
-        """Return the plan as text for the terminal."""
         config, data = self.config, self.config.data
         size, workers = config.optimizer.batch_size, config.workers.max_workers
         return self.describe_lines(

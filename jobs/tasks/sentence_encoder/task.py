@@ -103,7 +103,6 @@ class SentenceTask(Task[SentenceConfig]):
     def train_step(
         self, engine: DeepSpeedEngine, batch: Batch, *, step: int, num_units: int, with_statistics: bool
     ) -> StepResult:
-        """Train on one global batch."""
         loss_config = self.config.temperature.loss_config
         gamma = gamma_at(loss_config, step, self.config.run.num_steps)
         output = engine(**span_tensors(batch, engine.device), gamma=gamma)
@@ -143,7 +142,6 @@ class SentenceTask(Task[SentenceConfig]):
         return scores, details
 
     def describe(self, scores: Mapping[str, float]) -> str:
-        """Format scores as a short text for a progress line."""
         parts = []
         if "span_recall@1" in scores:
             parts.append(f"an anchor finds its positive in {scores['span_recall@1']:.2%}")
@@ -382,7 +380,6 @@ def _check_training_documents(config: SentenceConfig, num_documents: int) -> Non
 
 
 def _check_documents(config: SentenceConfig, split: str, num_documents: int) -> None:
-    """Check that some document is long enough."""
     data = config.data
     if not num_documents:
         raise ValueError(

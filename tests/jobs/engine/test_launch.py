@@ -236,15 +236,13 @@ def test_ctrl_c_while_ray_train_runs_ends_with_130(tmp_path: Path, monkeypatch: 
     config = configure(gpt2_scratch(), late)
     config = replace(config, run=replace(config.run, storage=str(tmp_path), name="run"))
     prepared = SimpleNamespace(create_task=print)
-    plan: Any = SimpleNamespace(config=config, data_cpus=0, prepare=lambda: prepared)
+    plan: Any = SimpleNamespace(config=config, prepare_with_room=lambda: prepared)
 
     def end(trainer: TorchTrainer) -> NoReturn:
         (tmp_path / "run" / ".export").mkdir()
         raise SystemExit(0)
 
     monkeypatch.setattr(TorchTrainer, "fit", end)
-    monkeypatch.setattr(cluster, "start_ray", lambda: None)
-    monkeypatch.setattr(cluster, "check_resources", lambda **needed: None)
     with pytest.raises(SystemExit) as ended:
         run_job(lambda arguments: export.make_late_export(plan, late) or 0)
     assert ended.value.code == 130
