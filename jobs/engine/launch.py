@@ -515,7 +515,12 @@ def finish(plan: Plan, prepared: PreparedTask, tracked: TrackedRun | None, resul
         "num_epochs": result["num_steps"] * config.optimizer.batch_size / num_samples if num_samples else None,
         "temperature_verdict": verdict(result),
     }
-    _publish(plan, outcome, tracked)
+    with open_export(f"{config.run.directory}/report") as local:
+        (local / "summary.txt").write_text(plan.summary_table(outcome) + "\n")
+        (local / "outcome.json").write_text(json.dumps(outcome, indent=1))
+        values = masked(dataclasses.asdict(resolve_fields(config)))
+        (local / "configuration.json").write_text(json.dumps(values, indent=1))
+        plan.write_report(local, outcome, tracked)
     if tracked:
         keep_end(config, unsent, note=f"```\n{plan.summary_table(outcome)}\n```")
     write_card(config, prepared, outcome)
@@ -541,16 +546,6 @@ def write_card(config: TrainingConfig, prepared: PreparedTask, outcome: Mapping[
     of_hub = base if HUB_NAME.fullmatch(base) and not exists(base) else ""
     card = model_card(networks, "/".join(export.split("/")[-3:]), of_hub, masked(facts))
     write_bytes(f"{export}/README.md", card.encode())
-
-
-def _publish(plan: Plan, outcome: dict[str, Any], tracked: TrackedRun | None) -> None:
-    config = plan.config
-    with open_export(f"{config.run.directory}/report") as local:
-        (local / "summary.txt").write_text(plan.summary_table(outcome) + "\n")
-        (local / "outcome.json").write_text(json.dumps(outcome, indent=1))
-        values = masked(dataclasses.asdict(resolve_fields(config)))
-        (local / "configuration.json").write_text(json.dumps(values, indent=1))
-        plan.write_report(local, outcome, tracked)
 
 
 @contextmanager

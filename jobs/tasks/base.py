@@ -17,6 +17,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrain
 
 from jobs.engine.config import EncoderSection, OptimizerSection, TrainingConfig
 from jobs.engine.fields import resolve_fields, with_absolute_paths
+from jobs.engine.hardware import GIB
 from jobs.engine.task import ParameterGroup, RhoSteering, Task, trainable
 from jobs.tasks.config import ContrastiveSection, ReadSection, UnimodalSection
 from pipelines.block_cache import DIRECTORY_VARIABLE
@@ -34,8 +35,6 @@ from tempnet.weights import check_weight_files, load_fitting
 
 Config = TypeVar("Config", bound=TrainingConfig)
 Stored = TypeVar("Stored", bound=Any)
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from jobs.tasks.base import GIB, cache_bytes, check_resources
+from jobs.engine.hardware import GIB
+from jobs.tasks.base import cache_bytes, check_resources
 from pipelines.text.blocks import shard_bytes
 from pipelines.text.growing import GrowingManifest, GrowingSettings, load_or_grow
 from pipelines.text.manifest import Layout, Manifest

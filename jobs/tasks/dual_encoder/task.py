@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from jobs.engine.export import open_export
-from jobs.engine.hardware import worker_device
+from jobs.engine.hardware import GIB, worker_device
 from jobs.engine.task import ParameterGroup, StepResult, Task
 from jobs.tasks.base import (
-    GIB,
     ContrastiveSteering,
     DataReference,
     autocast_dtype,

@@ -22,14 +22,9 @@ from transformers import AutoConfig
 
 from jobs.engine.deepspeed_engine import deepspeed_config, load_partitioned, whole_parameters
 from jobs.engine.export import open_export
-from jobs.engine.hardware import free_memory, worker_device
+from jobs.engine.hardware import GIB, free_memory, worker_device
 from jobs.engine.task import ParameterGroup, RhoSteering, StepResult, Task
-from jobs.tasks.base import (
-    GIB,
-    DataReference,
-    base_and_tempnet_groups,
-    num_stored_readers,
-)
+from jobs.tasks.base import DataReference, base_and_tempnet_groups, num_stored_readers
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.data import write_training_text
 from jobs.tasks.language_model.models import (

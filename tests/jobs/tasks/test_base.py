@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.tasks.base import GIB, cache_bytes
+from jobs.engine.hardware import GIB
+from jobs.tasks.base import cache_bytes
 from jobs.tasks.language_model.data import (
     TRAINING_TEXT_FILE,
     read_training_text,
