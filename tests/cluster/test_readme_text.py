@@ -92,7 +92,7 @@ def test_the_notebook_from_a_model_to_its_tempnet(home: Path, reference: dict[st
     assert json.loads((home / "headroom" / "headroom.json").read_text())["verdict"] in shown
     for rival in ("best_constant", "mean_shift"):
         assert f"TempNet is better by {rivals[f'cross_entropy/{rival}_gain']:+.5f} ± " in shown
-    generated = re.findall(r"^(\d\.\d{3})  '", shown, re.MULTILINE)
+    generated = re.findall(r"^(\d+\.\d{3})  '", shown, re.MULTILINE)
     assert 0 < len(generated) <= 24
     assert all(float(tau) > 0 for tau in generated)
     assert shown.count("<Figure size") == 1
