@@ -121,6 +121,12 @@ class ImageSection(ReadSection):
         except ValueError as error:  # only the magnitude is left to be refused
             raise ValueError(f"data.augmentation_{error}") from error
 
+    @property
+    def reading(self) -> dict[str, int]:
+        """How `pipelines.stream.RankStream` reads images: decoding is slow and images are large, so that small tasks are
+        shared among several readers."""
+        return {"num_readers": self.num_readers, "num_batches_per_task": 8, "num_batches_per_output": 1}
+
     def describe_views(self, **colours: float) -> AugmentationConfig:
         """Return the configuration of random views; `colours` are its fields about colours."""
         from pipelines.images.views import AugmentationConfig

@@ -76,8 +76,7 @@ class ClipTask(Task[ClipConfig]):
         reading: dict[str, Any]
         if data.features is None:
             self.source = pair_source(config, self.train)
-            # Decoded images are large and decoding is slow, so small tasks are shared among several readers.
-            reading = {"num_readers": config.data.num_readers, "num_batches_per_task": 8, "num_batches_per_output": 1}
+            reading = config.data.reading
         else:
             embeddings = PairEmbeddings.load(data.features[0], self.train)
             self.source = EmbeddingSource(embeddings=embeddings, cache_bytes=round(config.data.cache_gib * GIB))

@@ -50,10 +50,7 @@ class ImageEncoderTask(Task[ImageEncoderConfig]):
             rank=rank,
             world_size=world_size,
             reader_resources=config.data.resources,
-            # Decoded images are large and decoding is slow, so small tasks are shared among several readers.
-            num_readers=config.data.num_readers,
-            num_batches_per_task=8,
-            num_batches_per_output=1,
+            **config.data.reading,
         )
 
     def build(self, *, is_fresh: bool) -> None:

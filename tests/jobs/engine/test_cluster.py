@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray._private import ray_constants
 from ray.exceptions import ActorUnavailableError
 from ray.train.v2.api.exceptions import ControllerError
 
@@ -162,6 +163,19 @@ def test_what_ray_writes_lies_where_a_socket_has_room_and_nobody_else_can_look(
     monkeypatch.setattr(cluster, "_MAX_DIRECTORY_BYTES", 5)
     with pytest.raises(OSError, match="set RAY_TMPDIR to a short path"):
         private_directory()
+
+
+@pytest.mark.parametrize(("asked", "opens"), [(None, False), ("1", True)])
+def test_ray_is_told_to_listen_on_loopback_unless_all_addresses_are_asked_for(
+    asked: str | None, opens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+    monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", not opens)
+    monkeypatch.setenv(name, asked or "")
+    if asked is None:
+        monkeypatch.delenv(name)
+    ray_private.listen_on_loopback()
+    assert (os.environ[name], ray_constants.ENABLE_RAY_CLUSTER) == ("1" if opens else "0", opens)
 
 
 @pytest.mark.parametrize("num_failures", [2, 3])
