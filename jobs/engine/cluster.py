@@ -152,6 +152,8 @@ def _start_local_ray() -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Measure the processes only once a minute: there is no dashboard that would show the figures.
     os.environ.setdefault("REPORTER_UPDATE_INTERVAL_MS", "60000")
+    # A node whose agent has not started within half a minute ends, and with it the job; a busy machine takes longer.
+    os.environ.setdefault("RAY_agent_register_timeout_ms", "300000")
     # Ray ends an idle worker process after a second if no CPU is free, which is always the case while a run trains.
     # Every block of data would then start a new process, each at the cost of seconds of computing.
     os.environ.setdefault("RAY_num_workers_soft_limit", str(os.cpu_count()))

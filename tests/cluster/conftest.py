@@ -19,6 +19,8 @@ from support import LANGUAGE_MODEL_OPTIONS, ROOT, outcome_of
 
 from jobs.engine.cluster import ensure_token
 
+_NUM_STARTS = 3
+
 
 @pytest.fixture(scope="session")
 def ray_head(s3_server: ObjectStore, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
@@ -28,7 +30,6 @@ def ray_head(s3_server: ObjectStore, tmp_path_factory: pytest.TempPathFactory) -
 
     RAY_ADDRESS is added to them, and so are DASHBOARD, the dashboard's address, and HEAD_PID, the head's process ID.
     """
-    port, dashboard_port, agent_port = free_port(), free_port(), free_port()
     # No cloud takes this node away, so no run needs the process that watches for that.
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
     environment = os.environ | {
@@ -36,7 +37,8 @@ def ray_head(s3_server: ObjectStore, tmp_path_factory: pytest.TempPathFactory) -
         "PATH": f"{BIN}:{os.environ['PATH']}",
         # Without this, a head that is told to end would wait half a minute for other nodes to take over its work.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-        # `jobs.engine.cluster` explains the next two variables.
+        # `jobs.engine.cluster` explains the next three variables.
+        "RAY_agent_register_timeout_ms": "300000",
         "RAY_num_workers_soft_limit": "4",
         "RAY_DATA_USAGE_DISABLED": "1",
         # What a test has read from an object store must not be there for the next run of the tests.
@@ -46,21 +48,32 @@ def ray_head(s3_server: ObjectStore, tmp_path_factory: pytest.TempPathFactory) -
         **s3_server.environment,
         "TEMPNET_MODELS": str(tmp_path_factory.mktemp("copies")),
     }
-    command = [
-        *RAY_OF_TESTS, "start", "--head", "--block", "--num-cpus=4", f"--port={port}", "--include-dashboard=true",
-        "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}", "--disable-usage-stats",
-        # If two Rays on a machine used the default port, no job could be submitted to the second one.
-        f"--dashboard-agent-listen-port={agent_port}",
-        # Ray notes here which head was started last, and gives its address to submitted jobs, whatever their RAY_ADDRESS
-        # is. In a directory that several heads share it may be that of another one.
-        f"--temp-dir={tempfile.mkdtemp(prefix='ray-')}",
-    ]  # fmt: skip
     ensure_token()  # `ray get-auth-token --generate` would replace the token of a head that starts at the same time
-    # The head is a child process that is ended by a signal, because `ray stop` would end every Ray on this machine.
-    head = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    log = tmp_path_factory.mktemp("head") / "log"
+    for attempt in range(1, _NUM_STARTS + 1):
+        port, dashboard_port, agent_port = free_port(), free_port(), free_port()
+        # Ray notes in this directory which head was started last, and gives its address to submitted jobs, whatever their
+        # RAY_ADDRESS is. In one that several heads share it may be that of another one.
+        directory = tempfile.mkdtemp(prefix="ray-")
+        command = [
+            *RAY_OF_TESTS, "start", "--head", "--block", "--num-cpus=4", f"--port={port}", "--include-dashboard=true",
+            "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}", "--disable-usage-stats",
+            # If two Rays on a machine used the default port, no job could be submitted to the second one.
+            f"--dashboard-agent-listen-port={agent_port}", f"--temp-dir={directory}",
+        ]  # fmt: skip
+        # The head is a child process that is ended by a signal: `ray stop` would end every Ray on this machine.
+        with log.open("wb") as file:
+            head = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+        try:
+            # The agent comes last, and a head whose agent does not come ends.
+            wait_for_ports(head, port, dashboard_port, agent_port)
+            break
+        except AssertionError as error:
+            head.kill()
+            if attempt == _NUM_STARTS:
+                raise AssertionError(f"Ray's head did not start ({error}); it printed:\n{log.read_text()}") from None
     environment |= {"RAY_ADDRESS": f"127.0.0.1:{port}"}
     try:
-        wait_for_ports(head, port, dashboard_port)
         yield environment | {"DASHBOARD": f"http://127.0.0.1:{dashboard_port}", "HEAD_PID": str(head.pid)}
     finally:
         ray.shutdown()

@@ -6,6 +6,7 @@ This module imports nothing of the project, so that what imports it starts quick
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -67,11 +68,15 @@ def run_together(code: str, arguments: list[list[str]], environment: dict[str, s
 
 
 def free_port() -> int:
-    """Return the number of a port of loopback that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """Return the number of a port that nobody listens on.
+
+    It lies below those that the kernel gives to outgoing connections, one of which could take it before its server does.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("", port))
+            return port
 
 
 def wait_for_ports(process: subprocess.Popen[bytes], *ports: int) -> None:
