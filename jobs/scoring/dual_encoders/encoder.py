@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -165,29 +165,9 @@ def pairs_record(images: PrepareImagesConfig) -> dict[str, Any]:
 
 
 # Increase this whenever the same input would give other embeddings.
-_VERSION = 2
+_VERSION = 3
 NUM_IMAGES_PER_UNIT = 256
 NUM_TEXTS_PER_UNIT = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageSet:
-    """Images with the numbers 0 … num_images − 1."""
-
-    num_images: int
-    digest: str
-    """Digest that differs if the images or their order differ."""
-    read: Callable[[Sequence[int], int], Iterable[np.ndarray | str]]
-    """Yields, for each number, the image at a size S as uint8 (S, S, 3), or its name and why it cannot be used."""
-
-    @classmethod
-    def of_pairs(cls, source: PairSource) -> ImageSet:
-        """Returns the images of prepared pairs. All are readable, since preparation left out the others."""
-
-        def read(numbers: Sequence[int], image_size: int) -> np.ndarray:
-            return replace(source, image_size=image_size).read_images(numbers)
-
-        return cls(num_images=source.manifest.num_images, digest=source.manifest.digest, read=read)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,17 +194,18 @@ class EncodingUnit:
 
 
 def encoding_units(
-    model: DualEncoderSpec, precision: str, data: str, images: ImageSet, texts: Sequence[str]
+    model: DualEncoderSpec, precision: str, data: str, pairs: PairSource, texts: Sequence[str]
 ) -> tuple[list[EncodingUnit], list[EncodingUnit]]:
     def key(*what: Any) -> str:
         content = json.dumps([_VERSION, model.digest, precision, *what]).encode()
         return hashlib.blake2b(content, digest_size=12).hexdigest()
 
     common: dict[str, Any] = {"model": model, "data": data}
+    num_images = pairs.manifest.num_images
     of_images, of_texts = [], []
-    for start in range(0, images.num_images, NUM_IMAGES_PER_UNIT):
-        stop = min(start + NUM_IMAGES_PER_UNIT, images.num_images)
-        name = key(model.image_size, images.digest, start, stop)
+    for start in range(0, num_images, NUM_IMAGES_PER_UNIT):
+        stop = min(start + NUM_IMAGES_PER_UNIT, num_images)
+        name = key(model.image_size, pairs.manifest.digest, start, stop)
         of_images.append(EncodingUnit(modality="image", start=start, stop=stop, key=name, **common))
     for start in range(0, len(texts), NUM_TEXTS_PER_UNIT):
         part = tuple(texts[start : start + NUM_TEXTS_PER_UNIT])
@@ -233,51 +214,23 @@ def encoding_units(
     return of_images, of_texts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Embeddings:
-    rows: np.ndarray
-    """(n, d) unit rows, float32."""
-    numbers: np.ndarray
-    """(n,) int64: the number of each image or text in its data set."""
-    problems: tuple[str, ...] = ()
-    """Descriptions of the images that could not be read."""
-
-
 def embedding_store(directory: str) -> UnitStore:
     """Returns the store of the embeddings of an evaluation, given by its directory (a path or a URI)."""
     return UnitStore(f"{directory}/embeddings")
 
 
-def read_embeddings(store: UnitStore, units: Sequence[EncodingUnit]) -> Embeddings:
-    """Read the embeddings of finished units, joined. Numbers in their files are relative to the start of the unit."""
-    parts = [safetensors.numpy.load(store.read(unit.file)) for unit in units]
-    return Embeddings(
-        rows=np.concatenate([part["rows"] for part in parts]),
-        numbers=np.concatenate([unit.start + part["numbers"] for unit, part in zip(units, parts, strict=True)]),
-        problems=tuple(problem for part in parts for problem in json.loads(part["problems"].tobytes())),
-    )
-
-
-def read_images(images: ImageSet, numbers: Sequence[int], image_size: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Returns the usable images as uint8 (n, S, S, 3), their numbers (n,), and a description of each unusable one."""
-    kept, views, problems = [], [], []
-    for number, view in zip(numbers, images.read(numbers, image_size), strict=True):
-        if isinstance(view, str):
-            problems.append(view)
-        else:
-            kept.append(number)
-            views.append(view)
-    shape = (0, image_size, image_size, 3)
-    return np.stack(views) if views else np.empty(shape, np.uint8), np.array(kept, dtype=np.int64), problems
+def read_embeddings(store: UnitStore, units: Sequence[EncodingUnit]) -> np.ndarray:
+    """Read the embeddings of finished units, joined: unit rows (n, d), float32."""
+    return np.concatenate([safetensors.numpy.load(store.read(unit.file))["rows"] for unit in units])
 
 
 class _UnitEncoder:
     def __init__(self, **options: Any) -> None:
         self._encoder = LoadedModel[DualEncoderSpec, Encoder](lambda spec: Encoder(spec, **options))
 
-    def __call__(self, decoded: tuple[EncodingUnit, np.ndarray, np.ndarray, list[str]]) -> Finished:
-        """Encode a unit, given with its images (n, S, S, 3), the numbers of images or texts (n,), and the problems."""
-        unit, images, numbers, problems = decoded
+    def __call__(self, decoded: tuple[EncodingUnit, np.ndarray]) -> Finished:
+        """Encode a unit, given with its images (n, S, S, 3)."""
+        unit, images = decoded
         encoder = self._encoder.get(unit.model)
         rows = encoder.images(images) if unit.modality == "image" else encoder.texts(unit.texts)
         if bad := int((~np.isfinite(rows)).any(-1).sum()):
@@ -285,14 +238,13 @@ class _UnitEncoder:
                 f"model = {unit.model.path!r}: the embeddings of {bad} of {len(rows)} {unit.modality}s ({unit.start} to "
                 f"{unit.stop - 1}) are NaN or infinite"
             )
-        said = np.frombuffer(json.dumps(problems).encode(), dtype=np.uint8)
-        content = safetensors.numpy.save({"rows": rows, "numbers": numbers - unit.start, "problems": said})
+        content = safetensors.numpy.save({"rows": rows})
         return Finished(files={unit.file: content}, num_cases=len(rows))
 
 
 def encode_missing(
     units: Sequence[EncodingUnit],
-    sets: Mapping[str, ImageSet],
+    sets: Mapping[str, PairSource],
     store: UnitStore,
     pool: PoolSection,
     *,
@@ -305,12 +257,12 @@ def encode_missing(
     left = [unit for unit in by_key.values() if unit.file not in finished]
     print(f"{len(by_key)} units, {len(by_key) - len(left)} of them encoded before; {store.directory}")
 
-    def read(unit: EncodingUnit) -> Iterator[tuple[EncodingUnit, np.ndarray, np.ndarray, list[str]]]:
-        numbers = np.arange(unit.start, unit.stop)
+    def read(unit: EncodingUnit) -> Iterator[tuple[EncodingUnit, np.ndarray]]:
         if unit.modality == "text":
-            yield unit, np.empty(0, np.uint8), numbers, []
+            yield unit, np.empty(0, np.uint8)
         else:
-            yield unit, *read_images(sets[unit.data], numbers.tolist(), unit.model.image_size)
+            source = replace(sets[unit.data], image_size=unit.model.image_size)
+            yield unit, source.read_images(range(unit.start, unit.stop))
 
     model = partial(_UnitEncoder, precision=precision, batch_size=batch_size, use_gpu=pool.use_gpu)
     return map_units(left, model, pool, store, read=read, noun="samples").failed

@@ -36,7 +36,6 @@ from jobs.engine.cluster import start_ray
 from jobs.scoring.dual_encoders.encoder import (
     DualEncoderSpec,
     EncodingUnit,
-    ImageSet,
     embedding_store,
     encode_missing,
     encoding_units,
@@ -193,7 +192,7 @@ class _Embedded(NamedTuple):
 
     def _rows(self, units: list[EncodingUnit], first: int, stop: int) -> np.ndarray:
         chosen = [unit for unit in units if unit.start < stop and unit.stop > first]
-        rows = read_embeddings(self.store, chosen).rows
+        rows = read_embeddings(self.store, chosen)
         return rows[first - chosen[0].start : stop - chosen[0].start]
 
 
@@ -280,11 +279,11 @@ class PairMeasurement:
             )
         pairs = PairSource(manifest=manifest, image_size=1)
         texts, owners = pairs.captions()
-        store, images = embedding_store(output), ImageSet.of_pairs(pairs)
-        of_images, of_texts = encoding_units(self.model, config.precision, "images", images, texts)
+        store = embedding_store(output)
+        of_images, of_texts = encoding_units(self.model, config.precision, "images", pairs, texts)
         if failed := encode_missing(
             [*of_images, *of_texts],
-            {"images": images},
+            {"images": pairs},
             store,
             config.workers,
             precision=config.precision,

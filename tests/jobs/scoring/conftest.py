@@ -1,11 +1,10 @@
-"""Fixtures of the tests of scoring: tiny models, saved once for each file of tests, and images in folders of classes."""
+"""Fixtures of the tests of scoring: tiny models, saved once for each file of tests."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from clip_support import make_classes
 from evaluation_support import BruteForce, make_export
 
 from tests.jobs.scoring.generation_support import make_model
@@ -35,13 +34,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("chat"), "llama", 400, tempnet=False, chat=True)
-
-
-@pytest.fixture(scope="module")
-def classes(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("classes") / "classes.tar"
-    make_classes(path)
-    return str(path)
 
 
 @pytest.fixture(scope="session")

@@ -194,7 +194,7 @@ REFUSED = {
         "--templates d=cifar": "templates names the set 'd', which is not among those to evaluate on: c",
         "--templates cifar imagenet": "only one is for all sets",
         "--templates imagnet": "neither imagenet nor cifar, nor a file",
-        "--class-names c=cifar10": "has no name for the folder 'cat'",
+        "--class-names c=cifar": "neither cifar10 nor cifar100, nor a file",
         "--max-bad-share 1.5": "max_bad_share = 1.5 must lie in",
     },
     "evaluate_sentences": {
