@@ -94,22 +94,27 @@ class SoftTriple(nn.Module):
         loss = self.token_loss(embeddings, labels)
         return loss + self.regularization() if self.config.regularizer else loss
 
-    def token_loss(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+    def token_loss(self, embeddings: Tensor, labels: Tensor, counted: Tensor | None = None) -> Tensor:
         """Return ℓ, a scalar; it is 0 if every label is ignored.
 
         The vectors (…, d) are normalised here and must not be 0. The labels (…) are int64 in [0, C), others raise
-        ValueError, or -100 for vectors that are not counted, such as those of padding.
+        ValueError, or -100 for vectors that are not counted, such as those of padding. `counted` (m,) has the positions of
+        the others among all vectors in order; with it, nothing is read from the device, and the labels are not checked.
         """
         num_classes = len(self.centers)
-        is_counted = labels != IGNORE_INDEX
-        x, y = embeddings[is_counted], labels[is_counted]
-        if len(y) and not 0 <= (worst := int(y[(y - (num_classes - 1) / 2).abs().argmax()])) < num_classes:
-            raise ValueError(f"label {worst} is not in [0, {num_classes})")
+        y = labels.flatten()
+        if counted is None:
+            counted = (y != IGNORE_INDEX).nonzero().squeeze(1)
+            wrong = y[counted][(y[counted] < 0) | (y[counted] >= num_classes)]
+            if len(wrong):
+                raise ValueError(f"label {int(wrong[0])} is not in [0, {num_classes})")
+        x, y = embeddings.flatten(0, -2)[counted], y[counted]
         with torch.autocast(embeddings.device.type, enabled=False):
             centers = F.normalize(_wide(self.centers), dim=-1)
             logits = self.config.scale * self._similarities(F.normalize(_wide(x), dim=-1), centers)
-            margin = self.config.scale * self.config.margin * F.one_hot(y, num_classes).to(logits)
-            return F.cross_entropy(logits - margin, y, reduction="sum") / max(1, len(y))
+            is_own = y[:, None] == torch.arange(num_classes, device=y.device)
+            logits = logits - self.config.scale * self.config.margin * is_own.to(logits)
+            return F.cross_entropy(logits, y, reduction="sum") / max(1, len(y))
 
     def regularization(self) -> Tensor:
         """Return weight·R, a scalar; it is 0 if each class has only one centre."""

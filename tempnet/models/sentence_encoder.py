@@ -236,6 +236,7 @@ class TemperatureSentenceEncoder(nn.Module):
         positive_ids: Tensor,
         positive_mask: Tensor,
         ids: Tensor,
+        masked: Tensor | None = None,
         *,
         gamma: float,
     ) -> SpanOutput:
@@ -243,18 +244,21 @@ class TemperatureSentenceEncoder(nn.Module):
 
         Tokens of the anchors, some of them masked, and their mask (1 token, 0 padding) are (n, A, t), as are
         `mlm_labels`, the original tokens at masked positions, and -100 elsewhere. Tokens of the positives and their mask
-        are (n, A, P, t'), and ids of the documents (n,). γ is that of the moving averages
+        are (n, A, P, t'), and ids of the documents (n,). `masked` (m,) has the positions of the masked tokens among the
+        n·A·t; None: they are found from the labels, for which the host waits. γ is that of the moving averages
         (`tempnet.contrastive.config.gamma_at`).
         """
         num_anchors = anchor_ids.shape[1]
         flat_ids, flat_mask = anchor_ids.flatten(0, 1), anchor_mask.flatten(0, 1)
-        labels = mlm_labels.flatten(0, 1)
         loss: Tensor = torch.zeros((), device=ids.device)
         mlm_loss, contrastive = None, None
         if self.mlm_weight:
-            anchors, logits = self.masked_tokens(flat_ids, flat_mask, labels != IGNORE_INDEX)
-            total = F.cross_entropy(logits.float(), labels[labels != IGNORE_INDEX], reduction="sum")
-            count = self.world.sum(torch.tensor([len(logits)], device=ids.device)).clamp(min=1)
+            labels = mlm_labels.flatten()
+            if masked is None:
+                masked = (labels != IGNORE_INDEX).nonzero().squeeze(1)
+            anchors, logits = self.masked_tokens(flat_ids, flat_mask, masked)
+            total = F.cross_entropy(logits.float(), labels[masked], reduction="sum")
+            count = self.world.sum(ids.new_full((1,), len(masked))).clamp(min=1)
             loss = loss + self.mlm_weight * self.world.size * total / count.squeeze()
             mlm_loss = self.world.sum(total.detach().clone()) / count.squeeze()
         else:
@@ -271,14 +275,14 @@ class TemperatureSentenceEncoder(nn.Module):
             loss = loss + self.contrastive_weight * contrastive["loss"]
         return {"loss": loss, "mlm_loss": mlm_loss, "contrastive": contrastive}
 
-    def masked_tokens(self, input_ids: Tensor, attention_mask: Tensor, is_masked: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the embeddings (k, d) of k rows of tokens, and the logits (m, V) of the masked positions in order.
+    def masked_tokens(self, input_ids: Tensor, attention_mask: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the embeddings (k, d) of k rows of tokens, and the logits (m, V) at the masked positions in order.
 
-        Tokens, their mask (1 token, 0 padding) and the masked positions are (k, t).
+        Tokens and their mask (1 token, 0 padding) are (k, t), and the positions (m,) are among the k·t.
         """
         autocast = self.autocast_dtype
         with (
-            last_hidden_states(self.model, lambda hidden: hidden[is_masked].unsqueeze(0)) as seen,
+            last_hidden_states(self.model, lambda hidden: hidden.flatten(0, 1)[masked].unsqueeze(0)) as seen,
             torch.autocast(input_ids.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None),
         ):
             logits = self.model(input_ids=input_ids, attention_mask=attention_mask)["logits"]

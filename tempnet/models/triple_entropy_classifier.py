@@ -79,24 +79,32 @@ class TripleEntropyClassifier(nn.Module):
         return logits.float()
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, token_type_ids: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        labels: Tensor,
+        token_type_ids: Tensor | None = None,
+        counted: Tensor | None = None,
     ) -> ClassifierOutput:
         """Compute the loss of this rank's sentences.
 
         Tokens, their mask (1 token, 0 padding) and, if the model uses them, token types are (b, t); the classes (b,) are
-        int64.
+        int64. `counted` (m,) has the positions, among the b·t, of the tokens that count; None: they are found from the mask,
+        for which the host waits.
         """
         with last_hidden_states(self.model) as seen:
             logits = self.logits(input_ids, attention_mask, token_type_ids)
         of_tokens = token_labels(labels, attention_mask, with_padding=self.with_padding)
-        own = torch.tensor([len(labels), int((of_tokens != IGNORE_INDEX).sum())], device=labels.device)
+        if counted is None:
+            counted = (of_tokens != IGNORE_INDEX).flatten().nonzero().squeeze(1)
+        own = torch.stack([labels.new_full((), len(labels)), labels.new_full((), len(counted))])
         # A rank's means are weighted by its shares of all sentences and of all tokens.
         shares = own / self.world.sum(own.clone())
         cross_entropy = shares[0] * F.cross_entropy(logits, labels)
         loss, soft, contrastive = cross_entropy, None, None
         if self.soft_triple is not None:
             settings = self.soft_triple.config
-            soft = shares[1] * self.soft_triple.token_loss(seen[0], of_tokens)
+            soft = shares[1] * self.soft_triple.token_loss(seen[0], of_tokens, counted)
             if settings.regularizer:
                 soft = soft + self.soft_triple.regularization() / self.world.size
             loss = settings.beta * cross_entropy + (1.0 - settings.beta) * soft

@@ -93,7 +93,7 @@ class ClassifierTask(Task[ClassifierConfig]):
             if not len(rows):
                 continue
             tensors = self._tensors(self.held_out.read(np.zeros_like(rows), rows, 0), engine.device)
-            labels = tensors.pop("labels")
+            labels, _ = tensors.pop("labels"), tensors.pop("counted")
             logits = self.module.logits(**tensors)
             cells = labels * num_classes + logits.argmax(-1)
             sums[:-1] += torch.bincount(cells, minlength=num_classes**2)
@@ -154,7 +154,9 @@ def sentence_tensors(batch: Batch, device: torch.device, *, with_padding: bool, 
     width = batch["input_ids"].shape[1] if with_padding else int(lengths.max())
     names = ("input_ids", "token_type_ids") if with_types else ("input_ids",)
     arrays: Batch = {name: batch[name][:, :width] for name in names if name in batch}
-    arrays |= {"attention_mask": np.arange(width) < lengths[:, None], "labels": batch["labels"]}
+    mask = np.arange(width) < lengths[:, None]
+    arrays |= {"attention_mask": mask, "labels": batch["labels"]}
+    arrays["counted"] = np.arange(mask.size) if with_padding else np.flatnonzero(mask)
     return {name: to_device(array.astype(np.int64), device) for name, array in arrays.items()}
 
 

@@ -261,11 +261,10 @@ def validate(
         tensors = span_tensors(batch, device)
         num_anchors = tensors["anchor_ids"].shape[1]
         ids, mask = tensors["anchor_ids"].flatten(0, 1), tensors["anchor_mask"].flatten(0, 1)
-        labels = tensors["mlm_labels"].flatten(0, 1)
-        labels[max(num_left, 0) * num_anchors :] = IGNORE_INDEX
         if module.mlm_weight:
-            anchors, logits = module.masked_tokens(ids, mask, labels != IGNORE_INDEX)
-            wanted = labels[labels != IGNORE_INDEX]
+            masked = tensors["masked"][tensors["masked"] < max(num_left, 0) * num_anchors * ids.shape[1]]
+            anchors, logits = module.masked_tokens(ids, mask, masked)
+            wanted = tensors["mlm_labels"].flatten()[masked]
             losses = F.cross_entropy(logits.float(), wanted, reduction="sum")
             sums += torch.stack([wanted.new_tensor(len(wanted)), losses, (logits.argmax(-1) == wanted).sum()])
         else:
@@ -336,7 +335,9 @@ def span_tensors(batch: Batch, device: torch.device) -> dict[str, Tensor]:
         tensors[f"{name}_ids"] = _tensor(batch[f"{name}_ids"][..., :width], device)
         tensors[f"{name}_mask"] = _tensor(mask, device)
         if name == "anchor":
-            tensors["mlm_labels"] = _tensor(batch["mlm_labels"][..., :width], device)
+            labels = batch["mlm_labels"][..., :width]
+            tensors["mlm_labels"] = _tensor(labels, device)
+            tensors["masked"] = _tensor(np.flatnonzero(labels != IGNORE_INDEX), device)
     return tensors
 
 
