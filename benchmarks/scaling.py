@@ -27,7 +27,7 @@ from tempnet import TempNet, TempNetConfig
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.softmax.config import TemperatureLossConfig
 
-TARGET = 1.7
+TARGET = 1.75
 VOCAB_SIZE, BATCH_SIZE, CONTEXT_LENGTH = 2048, 16, 128  # those of gpt2-scratch-small on the sample data
 SECONDS_OF_STEPS = 20.0
 

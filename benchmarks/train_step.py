@@ -26,13 +26,14 @@ import torch
 import tyro
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import is_flash_attn_2_available
 
 from benchmarks.measure import print_setting, print_table, ratios, spread
 from jobs.engine.hardware import peak_flops_per_second
 from jobs.studies.reproduction.direct import time_in_turn, training_step
 from tempnet import TempNet, TempNetConfig
 from tempnet.models.causal_lm import TemperatureCausalLM, compile_blocks
-from tempnet.models.packing import FLEX
+from tempnet.models.packing import FLASH, FLEX
 from tempnet.softmax.config import TemperatureLossConfig
 
 VOCAB_SIZE, NUM_LOGITS = 50_257, 50_304
@@ -107,8 +108,9 @@ def gpu_check(arguments: Arguments) -> None:
     print(f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}")
     print_setting(arguments, "torch", "transformers", "triton")
     rows = []
-    for attention, compiled in itertools.product(("sdpa", FLEX), (False, True)):
-        kinds = ["flex" if attention == FLEX else "dense", "compiled" if compiled else "eager"]
+    masks = {"dense": "sdpa", "flex": FLEX} | ({"flash": FLASH[0]} if is_flash_attn_2_available() else {})
+    for mask, compiled in itertools.product(masks, (False, True)):
+        attention, kinds = masks[mask], [mask, "compiled" if compiled else "eager"]
         rows += measure_forms(arguments, attention, kinds, device, peak)
         torch.cuda.empty_cache()
     print_table(["loss", "mask", "blocks", "tokens/s", "MFU at 6N", f"of {arguments.forms[0]}", "first loss"], rows)

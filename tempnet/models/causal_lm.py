@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from tempnet.headroom.profile import Profiles
 from tempnet.models.output_head import OutputHead, StoredBase, find_output_head, output_weight
-from tempnet.models.packing import document_mask, takes_document_mask
+from tempnet.models.packing import packed_inputs, takes_document_mask
 from tempnet.network import TempNet
 from tempnet.oracle import Oracle, SharedOracle, optimal_temperature
 from tempnet.softmax.config import TemperatureLossConfig
@@ -332,14 +332,14 @@ class TemperatureCausalLM(nn.Module):
 
     def _run(self, part: nn.Module, input_ids: Tensor, position_ids: Tensor) -> Any:
         """Run the base, or its body (which ends at the hidden states), with masks or positions for packed documents."""
-        mask = None
+        inputs: dict[str, Any] = {"attention_mask": None}
         if self.attend_across_documents:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        elif self.takes_mask:
-            mask = document_mask(position_ids, self.base.config._attn_implementation)
+        else:
+            inputs = packed_inputs(position_ids, self.base.config._attn_implementation, takes_mask=self.takes_mask)
         graph = torch.no_grad() if self.freeze_base else contextlib.nullcontext()
         with self._autocast(input_ids.device.type), graph:
-            return part(input_ids=input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False)
+            return part(input_ids=input_ids, position_ids=position_ids, use_cache=False, **inputs)
 
 
 class SideBySideCausalLM(nn.ModuleList):

@@ -15,6 +15,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import (
@@ -35,6 +36,9 @@ Transformers allows its own name for it, flex_attention, only to the models that
 AttentionInterface.register(FLEX, flex_attention_forward)
 AttentionMaskInterface.register(FLEX, flex_attention_mask)
 
+FLASH = ("flash_attention_2", "flash_attention_3")
+"""Transformers' names of FlashAttention, which is given where documents begin instead of a mask."""
+
 # Side of the blocks that FlexAttention skips or computes, in tokens: that of its kernels by default.
 _BLOCK = 128
 
@@ -53,18 +57,23 @@ _MAX_NUM_PARAMETERS = 200_000_000
 # Accepted difference relative to the largest logit: far above rounding in float32, and far below the effect of
 # attention across documents or of a disabled window.
 _TOLERANCE = 1e-3
+_HALF_TOLERANCE = 0.05  # in bfloat16
 
 
 def takes_document_mask(model: PreTrainedModel) -> bool:
     """Return whether the model must be given a :func:`document_mask` (True) or no mask (False).
 
+    FlashAttention takes none, but the bounds of the documents (:func:`packed_inputs`), and is tried in bfloat16 on the GPU.
     The model itself is not run, and may be on the meta device. If neither way keeps packed documents apart, or the model
     is not causal, ValueError is raised.
     """
     reason = ""
+    attention = model.config.get_text_config()._attn_implementation
+    is_flash = attention in FLASH and torch.cuda.is_available()
+    tolerance = _HALF_TOLERANCE if is_flash else _TOLERANCE
     with (
-        torch.random.fork_rng(devices=[]),
-        torch.device("cpu"),
+        torch.random.fork_rng(devices=[torch.cuda.current_device()] if is_flash else []),
+        torch.device("cuda" if is_flash else "cpu"),
         torch.no_grad(),
         torch.compiler.set_stance("force_eager"),  # FlexAttention would be compiled for the CPU
         warnings.catch_warnings(),
@@ -72,8 +81,10 @@ def takes_document_mask(model: PreTrainedModel) -> bool:
         warnings.simplefilter("ignore")  # FlexAttention says that it is slow without a compiler
         torch.default_generator.manual_seed(0)
         try:
-            small = small_model(model)
-            ids = torch.randint(1, _VOCABULARY, (1, sum(_LENGTHS)))
+            small: Any = small_model(model)
+            if is_flash:
+                small = small.to("cuda", torch.bfloat16)
+            ids = torch.randint(1, _VOCABULARY, (2, sum(_LENGTHS)))
             apart = torch.cat([small(input_ids=part, use_cache=False).logits for part in ids.split(_LENGTHS, 1)], 1)
             later = ids[:, : _LENGTHS[0]].clone()
             later[:, -1] = later[:, -1] % (_VOCABULARY - 1) + 1
@@ -81,23 +92,38 @@ def takes_document_mask(model: PreTrainedModel) -> bool:
         except Exception as error:  # The model's own code may raise any exception.
             reason = f" (no small one could be tried: {type(error).__name__}: {error})"
         else:
-            if sees.abs().max() > _TOLERANCE * apart.abs().max():
+            if sees.abs().max() > tolerance * apart.abs().max():
                 raise ValueError(
                     f"a model of type {model.config.model_type!r} sees later tokens: it is no causal language model"
                 )
-            positions = torch.cat([torch.arange(length) for length in _LENGTHS]).unsqueeze(0)
-            for takes_mask in (True, False):
-                mask = document_mask(positions, small.config._attn_implementation) if takes_mask else None
+            positions = torch.cat([torch.arange(length) for length in _LENGTHS]).expand(2, -1)
+            for takes_mask in (False,) if attention in FLASH else (True, False):
+                inputs = packed_inputs(positions, attention, takes_mask=takes_mask)
                 try:
-                    packed = small(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
+                    packed = small(input_ids=ids, position_ids=positions, use_cache=False, **inputs).logits
                 except Exception:  # The model does not support such a mask, or no positions.
                     continue
-                if (packed - apart).abs().max() <= _TOLERANCE * apart.abs().max():
+                if (packed - apart).abs().max() <= tolerance * apart.abs().max():
                     return takes_mask
     raise ValueError(
         f"packed documents cannot be kept apart in a model of type {model.config.model_type!r}{reason}: "
         "set attend_across_documents = True"
     )
+
+
+def packed_inputs(position_ids: Tensor, attention: str, *, takes_mask: bool) -> dict[str, Any]:
+    """Return the arguments, beside tokens and positions (B, T), by which a model keeps packed documents apart.
+
+    For FlashAttention they are the bounds of all documents in the flattened batch (`cu_seqlens`), for whose number the host
+    waits once; no document is longer than T. Else it is a :func:`document_mask`, or no mask.
+    """
+    if attention not in FLASH:
+        return {"attention_mask": document_mask(position_ids, attention) if takes_mask else None}
+    is_first = position_ids == 0
+    is_first[:, 0] = True
+    bounds = F.pad(is_first.flatten().nonzero().squeeze(1), (0, 1), value=position_ids.numel()).int()
+    lengths = dict.fromkeys(("max_length_q", "max_length_k"), position_ids.shape[1])
+    return {"attention_mask": None, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, **lengths}
 
 
 def document_mask(position_ids: Tensor, attention: str = "sdpa") -> Tensor | BlockMask:

@@ -260,10 +260,13 @@ class ModelSection:
     """Number of attention heads of a random base model. Ignored if path is given."""
     dropout: float = 0.0
     """Dropout probability of a random base model; only for the architecture gpt2. Ignored if path is given."""
-    attention: Literal["auto", "sdpa", "flex", "eager"] = field(default="auto", metadata=recorded_as(auto="sdpa"))
+    attention: Literal["auto", "sdpa", "flex", "flash", "eager"] = field(
+        default="auto", metadata=recorded_as(auto="sdpa")
+    )
     """Attention implementation of Transformers. flex: FlexAttention, which keeps packed documents apart without a mask of
-    context_length² numbers; a base that is trained needs a GPU for it. sdpa takes that mask, and `eager` is faster for
-    short contexts on CPUs. auto: sdpa, until flex has been measured on a GPU (`make gpu-check`)."""
+    context_length² numbers; a base that is trained needs a GPU for it. flash: FlashAttention 2 or 3, which is given where
+    documents begin; it needs a GPU and its package. sdpa takes that mask, and `eager` is faster for short contexts on CPUs.
+    auto: sdpa, until flex has been measured on a GPU (`make gpu-check`)."""
     trust_remote_code: bool = False
     """Allow Transformers to run code that comes with the model."""
     precision: Literal["int8", "fp8"] | None = field(default=None, metadata=added_later(None))
@@ -342,8 +345,8 @@ class LanguageModelConfig(TrainingConfig):
                 f"model.num_gpus = {self.model.num_gpus} must be 1, or more with workers.use_gpu and model.device_map = "
                 "auto: a base that is not spread uses one GPU"
             )
-        if self.model.attention == "flex":
-            self._check_flex()
+        if self.model.attention in ("flex", "flash"):
+            self._check_packed_attention()
         if self.model.features:
             self._check_features()
         if self.model.precision:
@@ -374,10 +377,15 @@ class LanguageModelConfig(TrainingConfig):
                 "teacher's predictions"
             )
 
-    def _check_flex(self) -> None:
-        held = "model.attention = 'flex'"
-        if not (self.workers.use_gpu or self.model.is_frozen):
-            raise ValueError(f"{held} has no backward pass on CPUs: choose auto, sdpa or eager, or workers.use_gpu")
+    def _check_packed_attention(self) -> None:
+        held = f"model.attention = {self.model.attention!r}"
+        if not (self.workers.use_gpu or (self.model.is_frozen and self.model.attention == "flex")):
+            lacks = "has no backward pass on CPUs" if self.model.attention == "flex" else "does not run on CPUs"
+            raise ValueError(f"{held} {lacks}: choose auto, sdpa or eager, or workers.use_gpu")
+        if self.model.attention == "flash" and self.workers.resolved_precision == "fp32":
+            raise ValueError(
+                f"{held} computes in half precision: choose workers.precision bf16, or auto, sdpa or eager"
+            )
         if self.data.attend_across_documents:
             raise ValueError(
                 f"{held} keeps packed documents apart, which data.attend_across_documents = True does not want: choose sdpa"

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import is_flash_attn_3_available
 
 from jobs.engine.hardware import training_memory
 from jobs.engine.task import whole_shape
@@ -31,7 +32,7 @@ from tempnet.devices import bytes_saved, constant_weights, hold_constant, loadin
 from tempnet.distillation import DistilledCausalLM, TeacherTemperature
 from tempnet.models.causal_lm import NUM_PROFILED_LOGITS, TemperatureCausalLM, compile_blocks
 from tempnet.models.output_head import StoredBase
-from tempnet.models.packing import FLEX, document_mask, takes_document_mask
+from tempnet.models.packing import FLASH, FLEX, document_mask, takes_document_mask
 from tempnet.network import TempNet
 from tempnet.softmax.config import TemperatureLossConfig
 from tempnet.softmax.linear import NUM_LOGITS_PER_CHUNK
@@ -41,6 +42,7 @@ from tempnet.weights import WeightFiles, check_weight_files
 _VOCAB_MULTIPLE = 64
 # Of PyTorch's kernels for FlexAttention.
 _LEAST_HEAD_SIZE = 16
+_ON_GPUS = (FLEX, *FLASH)
 
 
 def base_config(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
@@ -84,11 +86,11 @@ def base_config(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast)
 
 
 def base_shapes(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """Build the base model on the meta device, without weights; in the place of FlexAttention, which has none, with sdpa."""
+    """Build the base model on the meta device, without weights; in the place of attention that needs a GPU, with sdpa."""
     settings = base_config(config, tokenizer)
     attention = attention_of(config, settings)
-    base = _on_meta(config, settings, "sdpa" if attention == FLEX else attention)
-    if not config.data.attend_across_documents and attention != FLEX:
+    base = _on_meta(config, settings, "sdpa" if attention in _ON_GPUS else attention)
+    if not config.data.attend_across_documents and attention not in _ON_GPUS:
         takes_document_mask(base)
     return base
 
@@ -104,14 +106,20 @@ def _on_meta(config: LanguageModelConfig, settings: PretrainedConfig, attention:
 
 
 def attention_of(config: LanguageModelConfig, settings: PretrainedConfig) -> str:
-    """Return Transformers' name of the attention that model.attention asks for; flex that the base lacks is refused."""
-    if config.model.attention != "flex":
-        return "eager" if config.model.attention == "eager" else "sdpa"
+    """Return Transformers' name of the attention that model.attention asks for; what the base lacks is refused."""
+    asked = config.model.attention
+    if asked not in ("flex", "flash"):
+        return "eager" if asked == "eager" else "sdpa"
     try:
-        _check_flex(config, settings)
+        if asked == "flex":
+            _check_flex(config, settings)
+            return FLEX
+        name = FLASH[is_flash_attn_3_available()]
+        if torch.cuda.is_available():  # where the job is submitted there may be none: the workers check it
+            takes_document_mask(_on_meta(config, settings, name))
+        return name
     except (ValueError, ImportError) as error:
-        raise ValueError(f"model.attention = 'flex': {error}; choose auto, sdpa or eager") from error
-    return FLEX
+        raise ValueError(f"model.attention = {asked!r}: {error}; choose auto, sdpa or eager") from error
 
 
 def _check_flex(config: LanguageModelConfig, settings: PretrainedConfig) -> None:
@@ -140,8 +148,8 @@ def build_base(
     base: PreTrainedModel
     if config.model.path:
         options = _options_of_loading(config)
-        if device_map and options["attn_implementation"] == FLEX:
-            options["attn_implementation"] = "sdpa"  # A block mask is not moved from device to device.
+        if device_map and options["attn_implementation"] in _ON_GPUS:
+            options["attn_implementation"] = "sdpa"  # A block mask is not moved from device to device, nor are bounds.
         base = load_base(local_copy(config.model.path), fetch=local_copy, device_map=device_map, **options)
         # A base that is spread is only read, and accelerate moves its parameters.
         if config.model.precision and device_map is None:

@@ -100,8 +100,16 @@ def test_attention_that_cannot_be_had_is_refused_by_its_field_and_auto_is_the_ru
     config: LanguageModelConfig,
 ) -> None:
     for changes, message in (
-        ({"model.attention": "fast"}, "model.attention = 'fast' must be 'auto' or 'sdpa' or 'flex' or 'eager'"),
+        (
+            {"model.attention": "fast"},
+            "model.attention = 'fast' must be 'auto' or 'sdpa' or 'flex' or 'flash' or 'eager'",
+        ),
         ({"model.attention": "flex", "model.freeze": False}, "model.attention = 'flex' has no backward pass on CPUs"),
+        ({"model.attention": "flash"}, "model.attention = 'flash' does not run on CPUs"),
+        (
+            {"model.attention": "flash", "workers.use_gpu": True, "workers.precision": "fp32"},
+            "model.attention = 'flash' computes in half precision",
+        ),
         ({"model.attention": "flex", "data.attend_across_documents": True}, "data.attend_across_documents = True"),
         ({"model.attention": "flex", "model.device_map": "auto"}, "model.device_map"),
     ):

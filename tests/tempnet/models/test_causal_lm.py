@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, modeling_flash_attention_utils
 
 from tempnet import TempNet, TempNetConfig
+from tempnet.models import packing
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.models.packing import FLEX, block_mask, document_mask, takes_document_mask
 from tempnet.softmax.config import TemperatureLossConfig
@@ -115,6 +118,84 @@ def test_flex_attention_keeps_documents_apart_as_separate_runs_in_float64_do(
     assert len(masks) == 2
     for mask in masks:
         assert max(part.numel() for part in mask.as_tuple() if isinstance(part, torch.Tensor)) <= 3 * 3 * 3
+
+
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    dropout_p: float = 0.0,
+    window_size: tuple[int, int] = (-1, -1),
+) -> torch.Tensor:
+    """Return what `flash_attn_varlen_func` of the package flash_attn is documented to, for (tokens, heads, width)."""
+    assert causal
+    assert dropout_p == 0.0
+    assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+    assert max_seqlen_q == max_seqlen_k >= int(cu_seqlens_q.diff().max())
+    k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
+    parts = []
+    for start, stop in itertools.pairwise(cu_seqlens_q.tolist()):
+        own = slice(start, stop)
+        back = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
+        is_seen = (back >= 0) & ((back <= window_size[0]) if window_size[0] >= 0 else True)
+        scores = softmax_scale * torch.einsum("qhd,khd->hqk", q[own], k[own])
+        parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~is_seen, -torch.inf).softmax(-1), v[own]))
+    return torch.cat(parts)
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Return what `flash_attn_func` is documented to, for (rows, tokens, heads, width)."""
+    num_tokens = q.shape[1]
+    bounds = num_tokens * torch.arange(len(q) + 1)
+    lengths = {"max_seqlen_q": num_tokens, "max_seqlen_k": num_tokens}
+    flat = (part.flatten(0, 1) for part in (q, k, v))
+    return varlen_attention(*flat, cu_seqlens_q=bounds, cu_seqlens_k=bounds, **lengths, **options).view_as(q)
+
+
+@pytest.fixture
+def flash_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In place of the package, which needs a GPU, functions that do what its documentation says; models are in float64,
+    because Transformers looks for the precision of products in float32, and finds none in GPT-2."""
+    functions = attention, varlen_attention, None, None, None
+    monkeypatch.setattr(modeling_flash_attention_utils, "_lazy_imports", lambda *_, **__: functions)
+    monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", None)
+    monkeypatch.setattr(PreTrainedModel, "_flash_attn_can_dispatch", lambda *_, **__: True)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("flash_attention")
+@pytest.mark.parametrize(
+    ("architecture", "extra"),
+    [("gpt2", {}), ("llama", {"num_key_value_heads": 1}), ("mistral", {"sliding_window": 40})],
+    ids=str,
+)
+def test_flash_attention_is_told_where_documents_begin(architecture: str, extra: dict[str, object]) -> None:
+    extra = {"max_position_embeddings": 512, "initializer_range": 0.2} | extra
+    module = make_module(make_base(architecture, "flash_attention_2", **extra)).eval()
+    exact = make_base(architecture, "sdpa", **extra).eval()
+    ids, positions = (torch.cat(parts) for parts in zip(*map(packed, DOCUMENTS), strict=True))
+    together = module.logits(ids, positions)
+    for row, lengths in enumerate(DOCUMENTS):
+        for part, logits in zip(ids[row].split(lengths), together[row].split(lengths), strict=True):
+            alone = exact(input_ids=part.unsqueeze(0)).logits[0, :, :VOCABULARY]
+            torch.testing.assert_close(logits, alone, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.usefixtures("flash_attention")
+def test_a_model_that_is_not_told_where_documents_begin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = make_base("llama", "flash_attention_2")
+    monkeypatch.setattr(packing, "packed_inputs", lambda *_, **__: {"attention_mask": None})
+    with pytest.raises(ValueError, match="packed documents cannot be kept apart"):
+        make_module(base)
 
 
 @pytest.mark.gpu
