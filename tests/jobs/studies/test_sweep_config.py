@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jobs.engine.fields import configuration_hash, fixed_values, with_fields
+from jobs.studies.sweeps.launch import Sweep
 from jobs.studies.sweeps.presets import PRESETS
 from jobs.studies.sweeps.report import Row, as_markdown, as_page, choose, make_row
 
@@ -116,6 +117,28 @@ def make_rows(*scores: tuple[float, float] | None) -> list[Row]:
         failure = "" if score else "OSError: gone"
         rows.append(make_row(f"trial{number}", {"temperature.rho": float(number)}, outcome, failure, BAND))
     return rows
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"axes": ("temperature.rho=2,3", "optimizer.learning-rate-tempnet=1e-3,3e-3")}, True),
+        ({"axes": ("run.seed=0,1",)}, False),  # another order of the data
+        ({"axes": ("optimizer.batch-size=16,32",)}, False),  # other batches
+        ({"axes": ("temperature.rho=2",)}, False),  # one network
+        ({"scheduler": "asha"}, False),
+        ({"search": "band", "band": (0.7, 1.0)}, False),
+        ({"num_side_by_side": 1}, False),
+        ({"base": {"model.freeze": False}}, False),
+    ],
+    ids=str,
+)
+def test_trials_share_a_frozen_base_where_they_read_the_same_batches(changes: dict[str, Any], expected: bool) -> None:
+    config: Any = PRESETS["frozen-rho-lr-small"]()
+    base = with_fields(config.base, changes.pop("base", {}))
+    config = replace(config, base=base, sweep=replace(config.sweep, **changes))
+    assert Sweep(config=config, plans=[]).shares_base == expected
 
 
 def test_the_band_comes_first_and_then_the_loss() -> None:
