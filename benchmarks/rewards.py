@@ -16,16 +16,19 @@ A verdict of "better" must be one there, too.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 import tyro
+from torch import Tensor
 
-from benchmarks.decoders import train_base
-from benchmarks.product_paths import NUM_NEW_TOKENS, prompt_of, split_targets
+from benchmarks.product_paths import NUM_NEW_TOKENS, WORDS, draw_texts, prompt_of, split_targets
+from benchmarks.small_models import make_model, word_tokenizer
+from benchmarks.small_models import train as train_on_texts
 from jobs.engine.report import markdown_table
 from jobs.scoring.headroom.config import RewardHeadroom
 from jobs.scoring.headroom.rewards import conclude, measure, plan_of
@@ -59,6 +62,27 @@ class Arguments:
     """Number of training steps on rewards."""
     output: str = "rewards"
     """Directory of models, runs and results; cells that are there are not made again."""
+
+
+def train_base(directory: Path, seed: int, num_steps: int, targets: Sequence[int]) -> None:
+    """Train the base of a seed on demonstrations of some targets, and save it, unless it is there."""
+    if (directory / "tokenizer.json").exists():
+        return
+    torch.manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    base = make_model(len(WORDS), 16, 0, 0)
+
+    def draw() -> tuple[Tensor, Tensor]:
+        texts = torch.from_numpy(draw_texts(128, targets, rng))
+        followers = texts[:, 1:]
+        is_end = (followers == 0).long()
+        is_padding = is_end.cumsum(1) != is_end  # after the first end
+        return texts[:, :-1], followers.masked_fill(is_padding, -100)
+
+    loss = train_on_texts(base, draw, num_steps=num_steps, rate=4e-3, warmup_share=0.1, beta2=0.98, weight_decay=0.01)
+    print(f"seed {seed}: base model, loss {loss:.3f}", flush=True)
+    base.save_pretrained(directory)
+    word_tokenizer(WORDS, unknown=WORDS[0]).save_pretrained(directory)
 
 
 def has_plus(sample: Mapping[str, Any]) -> float:
