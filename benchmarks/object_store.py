@@ -10,8 +10,9 @@ both meet the same load of the machine), bytes that the server sent over the byt
 ratio of images per second of the reading process's computing time, which other load does not change as much.
 The first row has the requests of indexing the tars, as the preparation of training does. The peers are `webdataset`,
 which reads each tar as one stream by curl (in a process of its own), and, where they are installed, MosaicML Streaming and
-LitData (`benchmarks.streaming_peers`), each against its own local speed. A line for each is our images per second from S3 over the
-peer's, of epochs that are read in turn: after the first batch, and of the whole epoch with the wait for its first batch.
+LitData (`benchmarks.streaming_peers`), each against its own local speed. A line for each is our images per second from S3
+over the peer's, of epochs that are read in turn: after the first batch, and of the whole epoch with the wait for its first
+batch.
 """
 
 from __future__ import annotations
