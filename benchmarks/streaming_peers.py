@@ -13,6 +13,7 @@ MosaicML Streaming imports torchvision for data sets that are not used here; two
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import tarfile
 import types
@@ -104,6 +105,7 @@ def litdata_dataset(remote: str | None, local: str, endpoint: str, batch_size: i
     """Return a data set of LitData's chunks."""
     import litdata
 
+    os.environ["AWS_ALLOW_HTTP"] = "true"  # the store is on loopback
     options = {"endpoint_url": endpoint} if remote else None
     return litdata.StreamingDataset(
         remote or local, cache_dir=local if remote else None, shuffle=True, drop_last=False, storage_options=options
