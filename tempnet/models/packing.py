@@ -84,10 +84,11 @@ def takes_document_mask(model: PreTrainedModel) -> bool:
             small: Any = small_model(model)
             if is_flash:
                 small = small.to("cuda", torch.bfloat16)
-            ids = torch.randint(1, _VOCABULARY, (2, sum(_LENGTHS)))
+            num_ids = min(_VOCABULARY, small.config.vocab_size)
+            ids = torch.randint(1, num_ids, (2, sum(_LENGTHS)))
             apart = torch.cat([small(input_ids=part, use_cache=False).logits for part in ids.split(_LENGTHS, 1)], 1)
             later = ids[:, : _LENGTHS[0]].clone()
-            later[:, -1] = later[:, -1] % (_VOCABULARY - 1) + 1
+            later[:, -1] = later[:, -1] % (num_ids - 1) + 1
             sees = small(input_ids=later, use_cache=False).logits[:, :-1] - apart[:, : _LENGTHS[0] - 1]
         except Exception as error:  # The model's own code may raise any exception.
             reason = f" (no small one could be tried: {type(error).__name__}: {error})"
