@@ -9,10 +9,9 @@ both meet the same load of the machine), bytes that the server sent over the byt
 "first" is the time to the first batch, for which a whole window has to come, and is not part of the speed; "CPU" is the
 ratio of images per second of the reading process's computing time, which other load does not change as much.
 The first row has the requests of indexing the tars, as the preparation of training does. The peers are `webdataset`,
-which reads each tar as one stream by curl (in a process of its own), and, where they are installed, MosaicML Streaming and
-LitData (`benchmarks.streaming_peers`), each against its own local speed. A line for each is our images per second from S3
-over the peer's, of epochs that are read in turn: after the first batch, and of the whole epoch with the wait for its first
-batch.
+which reads each tar as one stream by curl (in a process of its own), and, where it is installed, MosaicML Streaming
+(`benchmarks.mosaic_peer`), each against its own local speed. A line for each is our images per second from S3 over the
+peer's, of epochs that are read in turn: after the first batch, and of the whole epoch with the wait for its first batch.
 """
 
 from __future__ import annotations
@@ -32,10 +31,9 @@ import torch
 import tyro
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks import streaming_peers
+from benchmarks import mosaic_peer
 from benchmarks.image_pipeline import generate, make_tokenizer, make_webdataset_loader, prepare, read_epoch
 from benchmarks.measure import print_setting, print_table, spread
-from benchmarks.streaming_peers import Peer
 from pipelines.block_cache import DIRECTORY_VARIABLE
 from pipelines.images.manifest import ImageManifest
 from pipelines.images.pairs import PairSource
@@ -162,23 +160,20 @@ def measure_peers(
     far = partial(webdataset_epoch, urls, tokenizer, settings)
     rows = [["webdataset", *measure(near, far, sum(tar.stat().st_size for tar in tars), store, settings)]]
     print(f"PairSource / webdataset, from S3: {compare(ours, far, store, settings)}", flush=True)
-    if not (peers := streaming_peers.installed_peers()):
-        print("MosaicML Streaming and LitData are not installed; `benchmarks.streaming_peers` says how")
-    os.environ["S3_ENDPOINT_URL"] = store.endpoint  # where MosaicML Streaming looks for it
-    for number, peer in enumerate(peers):
-        directory = scratch / f"peer-{number}"
-        peer.write(tars, directory)
-        num_bytes = sum(file.stat().st_size for file in directory.iterdir())
-        store.upload(directory, f"bucket/peer-{number}")
+    if not (version := mosaic_peer.version()):
+        print("MosaicML Streaming is not installed; `benchmarks.mosaic_peer` says how")
+        return rows
+    num_bytes = mosaic_peer.write_shards(tars, scratch / "mds")
+    store.upload(scratch / "mds", "bucket/mds")
+    os.environ["S3_ENDPOINT_URL"] = store.endpoint
 
-        def peer_epoch(remote: str | None, _: int, peer: Peer = peer, directory: Path = directory) -> Iterator[Any]:
-            place = tempfile.mkdtemp(dir=scratch) if remote else str(directory)
-            dataset = peer.dataset(remote, place, store.endpoint, settings.batch_size)
-            return streaming_peers.batches(dataset, tokenizer, settings.image_size, settings.batch_size)
+    def mosaic_epoch(remote: str | None, number: int) -> Iterator[Any]:
+        cache = tempfile.mkdtemp(dir=scratch) if remote else str(scratch / "mds")
+        return mosaic_peer.epoch(remote, cache, tokenizer, settings.image_size, settings.batch_size)
 
-        far = partial(peer_epoch, f"s3://bucket/peer-{number}")
-        rows.append([peer.title, *measure(partial(peer_epoch, None), far, num_bytes, store, settings)])
-        print(f"PairSource / {peer.title}, from S3: {compare(ours, far, store, settings)}", flush=True)
+    far = partial(mosaic_epoch, "s3://bucket/mds")
+    rows.append([f"Mosaic {version}", *measure(partial(mosaic_epoch, None), far, num_bytes, store, settings)])
+    print(f"PairSource / MosaicML Streaming, from S3: {compare(ours, far, store, settings)}", flush=True)
     return rows
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import ray
 from ray._private import state
-from ray.train.v2._internal.execution.controller.placement_group_cleaner import PlacementGroupCleaner
 from ray.util.placement_group import placement_group, placement_group_table
 from support import wait_for
 
@@ -17,11 +16,10 @@ from jobs.engine.ray_private import OwnClusterCleaner
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 
-@pytest.mark.parametrize("kind", [OwnClusterCleaner, PlacementGroupCleaner])
 def test_a_cleaner_that_is_told_of_another_cluster_leaves_a_healthy_run_alone_and_frees_a_lost_one(
-    cluster: dict[str, str], kind: type
+    cluster: dict[str, str],
 ) -> None:
-    """The run is a controller that does nothing, and one reserved CPU. Ray's own cleaner ends it, or ours can go."""
+    """The run is a controller that does nothing, and one reserved CPU."""
 
     class Controller:
         def answer(self) -> bool:
@@ -34,7 +32,7 @@ def test_a_cleaner_that_is_told_of_another_cluster_leaves_a_healthy_run_alone_an
     options: dict[str, Any] = {"lifetime": "detached", "runtime_env": {"env_vars": {"RAY_ADDRESS": "127.0.0.1:1"}}}
     settings = {"check_interval_s": 0.1, "get_actor_timeout_s": 5, "stop_timeout": 10.0}
     cleaner: Any = (
-        ray.remote(num_cpus=0)(kind)
+        ray.remote(num_cpus=0)(OwnClusterCleaner)
         .options(**options)
         .remote(controller_actor_id=controller._actor_id.hex(), **settings)
     )
@@ -47,6 +45,6 @@ def test_a_cleaner_that_is_told_of_another_cluster_leaves_a_healthy_run_alone_an
 
     with suppress(TimeoutError):
         wait_for(lambda: lives() != (True, True), seconds=2)
-    assert lives() == ((True, True) if kind is OwnClusterCleaner else (False, False))
+    assert lives() == (True, True)
     ray.kill(controller)
     wait_for(lambda: lives() == (False, False))
