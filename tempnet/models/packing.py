@@ -80,6 +80,8 @@ def takes_document_mask(model: PreTrainedModel) -> bool:
     ):
         warnings.simplefilter("ignore")  # FlexAttention says that it is slow without a compiler
         torch.default_generator.manual_seed(0)
+        if is_flash:
+            torch.cuda.manual_seed(0)
         try:
             small: Any = small_model(model)
             if is_flash:

@@ -33,7 +33,7 @@ from jobs.engine.command_line import parse_preset
 from jobs.engine.launch import print_where_to_look
 from jobs.scoring.command import parse_subcommand
 from jobs.scoring.dual_encoders.config import EvaluateClipConfig
-from jobs.scoring.dual_encoders.evaluate import sources
+from jobs.scoring.dual_encoders.evaluate import image_sources
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.language_models.config import EvaluateConfig
 from jobs.scoring.playground.config import PlaygroundConfig
@@ -151,7 +151,7 @@ def test_a_contrastive_run_shows_how_to_evaluate_on_what_it_was_validated_on(
     splits = ("val", "restval") if preset.data.validation_captions else ()
     data = replace(preset.data, validation="my images/val 2014", validation_splits=splits)
     evaluation = parse(printed(train_clip.evaluation_of(replace(preset, data=data), "runs/a b/export"), capsys))
-    source = sources(evaluation)["validation"]
+    source = image_sources(evaluation)["validation"]
     assert evaluation.models == ("runs/a b/export",)
     assert (source.source, source.captions) == (data.validation, data.validation_captions)
     assert tuple(filter(None, source.splits)) == splits

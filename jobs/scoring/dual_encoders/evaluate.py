@@ -68,7 +68,7 @@ class DataSet:
         return {"num_images": manifest.num_images, "num_unreadable": manifest.problems.total()}
 
 
-def sources(config: EvaluateClipConfig) -> dict[str, PrepareImagesConfig]:
+def image_sources(config: EvaluateClipConfig) -> dict[str, PrepareImagesConfig]:
     """Returns name → how the data set is prepared; of zero-shot sets the classes take the place of captions."""
     captions, splits = named_values("captions", config.captions), named_values("splits", config.splits)
     common = {name: getattr(config, name) for name in ("max_bad_share", "max_pixels", "key_dot")}
@@ -86,7 +86,7 @@ def sources(config: EvaluateClipConfig) -> dict[str, PrepareImagesConfig]:
 
 def data_sets(config: EvaluateClipConfig) -> Iterator[DataSet]:
     """Check all data sets before Ray is started, and prepare them one after the other."""
-    named = sources(config)
+    named = image_sources(config)
     for source in named.values():
         check_source(source)
     templates = {name: read_templates(config.template_set(name)) for name, one in named.items() if one.label}
