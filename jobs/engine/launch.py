@@ -120,6 +120,7 @@ def train(
     plan: Plan,
     *,
     parent_run_id: str = "",
+    in_this_process: bool = False,
     with_progress: bool = True,
     early_stopping: EarlyStopping | None = None,
     keep_checkpoints: bool = True,
@@ -134,6 +135,7 @@ def train(
     Args:
         plan: the plan of the run.
         parent_run_id: ID of the MLflow run that this run is shown under; empty for none.
+        in_this_process: whether this process is the run's only worker even without `workers.local`.
         with_progress: whether to show progress in this terminal; trials of a sweep do not.
         early_stopping: may end the run before its last step; the outcome then gives the reason (`stopped`).
         keep_checkpoints: whether to keep the checkpoints after the outcome is written.
@@ -172,7 +174,14 @@ def train(
             saves_validated=saves_validated,
         )
         with mark_if_ended(tracked), _recorded_if_failed(plan, tracked, record_models):
-            result = fit(config, job, data_cpus=plan.data_cpus, with_progress=with_progress, callbacks=callbacks)
+            result = fit(
+                config,
+                job,
+                data_cpus=plan.data_cpus,
+                in_this_process=in_this_process or config.workers.local,
+                with_progress=with_progress,
+                callbacks=callbacks,
+            )
         outcome = finish(plan, prepared, tracked, result)
         if not keep_checkpoints:
             delete_checkpoints(config.run.directory)
@@ -260,6 +269,7 @@ def fit(
     job: WorkerJob,
     *,
     data_cpus: float,
+    in_this_process: bool = False,
     with_progress: bool,
     callbacks: Sequence[UserCallback] = (),
 ) -> dict[str, Any]:
@@ -276,7 +286,7 @@ def fit(
     with console or nullcontext():
         try:
             with stopping_softly(ask, grace_seconds=run.grace_seconds, say=print) if ask else nullcontext():
-                if config.workers.local:
+                if in_this_process:
                     result = _train_in_this_process(config, job)
                 else:
                     from jobs.engine.ray_train import train_with_ray

@@ -3,8 +3,9 @@
 A trial is an ordinary run with its own directory, checkpoints and outcome. From these it is recognised when the job is
 started again: a finished trial is not repeated, and an interrupted one continues. A trial that fails, by an error or
 because its process was killed, is reported as failed and does not end the others. As many trials run at a time as fit into
-the cluster, each driven by a task of Ray; those that share a frozen base may instead train side by side, in one group of
-workers. Sweeps that search and end trials early run them with Ray Tune (`jobs.studies.sweeps`).
+the cluster, each driven by a task of Ray, which trains a trial of one worker without GPU itself; those that share a frozen
+base may instead train side by side, in one group of workers. Sweeps that search and end trials early run them with Ray Tune
+(`jobs.studies.sweeps`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from jobs.engine.tracking import (
     run_tags,
     where_to_browse,
 )
-from jobs.engine.worker import EarlyStopping
+from jobs.engine.worker import EarlyStopping, worker_environment
 from jobs.scoring.mlflow_models import record_models
 from jobs.scoring.results import write_results
 from pipelines.problems import TooManyProblemsError
@@ -248,7 +249,7 @@ def _run_tasks(
         ready = [trial for trial in waiting if trial.after not in unfinished]
         for trial in ready[: num_at_once - len(running)]:
             waiting.remove(trial)
-            ref = run.options(num_cpus=DRIVER_CPUS, max_retries=0).remote(
+            ref = run.options(**_task_options(trial.config)).remote(
                 trial,
                 parent_run_id=parent_run_id,
                 directory=os.getcwd(),
@@ -271,6 +272,23 @@ def _run_tasks(
                 yield later, f"{trial.name}, the run that it starts from, failed"
 
 
+def _trains_in_task(config: TrainingConfig) -> bool:
+    # A process that is used again saves the start of a controller and a worker, and their imports, for every trial. The
+    # memory of a GPU would stay taken in it.
+    return config.workers.max_workers == 1 and not config.workers.use_gpu
+
+
+def _task_options(config: TrainingConfig) -> dict[str, Any]:
+    """Returns the options of the Ray task that runs a trial; one that trains in it is restarted as workers of a run are."""
+    if not _trains_in_task(config):
+        return {"num_cpus": DRIVER_CPUS, "max_retries": 0}
+    return {
+        "num_cpus": DRIVER_CPUS + config.workers.cpus_per_worker,
+        "max_retries": config.run.max_restarts,
+        "runtime_env": {"env_vars": worker_environment(config)},
+    }
+
+
 def _run_trial(
     trial: Trial, *, parent_run_id: str, directory: str, shares_cores: bool, origin: Mapping[str, str]
 ) -> None:
@@ -280,6 +298,7 @@ def _run_trial(
     train(
         make_plan_in_outage(trial.config),
         parent_run_id=parent_run_id,
+        in_this_process=_trains_in_task(trial.config),
         with_progress=False,
         early_stopping=trial.early_stopping,
         keep_checkpoints=trial.keep_checkpoints,

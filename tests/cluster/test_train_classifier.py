@@ -85,7 +85,7 @@ def test_a_cross_validation(cluster: dict[str, str], downstream: Path, tmp_path:
 
 
 @pytest.mark.long
-def test_a_trial_whose_worker_dies_fails_alone_and_with_it_what_starts_from_it(
+def test_a_trial_whose_process_dies_is_restarted_or_fails_alone_and_with_it_what_starts_from_it(
     cluster: dict[str, str], downstream: Path, tmp_path: Path
 ) -> None:
     class Kills:  # defined here, because the processes of trials cannot import the module of the test
@@ -93,13 +93,22 @@ def test_a_trial_whose_worker_dies_fails_alone_and_with_it_what_starts_from_it(
             os.kill(os.getpid(), signal.SIGKILL)
             return ""
 
+    class KillsOnce(Kills):
+        def reason_to_stop(self, validations: Sequence[Validation]) -> str:
+            if not (marker := tmp_path / "killed").exists():
+                marker.touch()
+                super().reason_to_stop(validations)
+            return ""
+
     work = make(downstream, tmp_path, "--validation.every", "4")
     parent = open_parent(
-        work.config, work.config.tracking, uri=work.examples[0].tracking_uri, num_trials=4, data_sets={}
+        work.config, work.config.tracking, uri=work.examples[0].tracking_uri, num_trials=5, data_sets={}
     )
     assert parent is not None
     cell = work.cells[0]
+    restarted = replace(cell, run=replace(cell.run, name="restarted", max_restarts=1))
     trials = [
+        Trial(config=restarted, early_stopping=KillsOnce()),
         Trial(config=named(cell, "later"), after="killed"),
         Trial(config=named(cell, "next"), after="fine"),
         Trial(config=named(cell, "killed"), early_stopping=Kills()),
@@ -112,11 +121,12 @@ def test_a_trial_whose_worker_dies_fails_alone_and_with_it_what_starts_from_it(
         num_concurrent=2,
         describe=lambda outcome: f"{outcome['num_steps']}",
     )
-    assert {name: outcome["num_steps"] for name, outcome in outcomes.finished.items()} == {"fine": 12, "next": 12}
+    finished = {name: outcome["num_steps"] for name, outcome in outcomes.finished.items()}
+    assert finished == {"fine": 12, "next": 12, "restarted": 12}
     assert "died" in outcomes.failed["killed"]
     assert outcomes.failed["later"] == "killed, the run that it starts from, failed"
     runs = runs_of(parent.uri, "classifiers")
     found = {run.info.run_name: run.info.status for run in runs if "mlflow.parentRunId" in run.data.tags}
-    assert found == {"killed": "FAILED", "fine": "FINISHED", "next": "FINISHED"}
+    assert found == {"killed": "FAILED", **dict.fromkeys(finished, "FINISHED")}
     wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
     assert not training_worker_pids(cluster)
