@@ -221,6 +221,7 @@ def train_group(
         claim_directory(plan.config)
         if run := record_start(plan, task, parent_run_id, origin):
             tracked[name] = run
+    claim_directory(config)
     create = partial(create_members, prepared[0].create_task, configs, config)
     job = WorkerJob(create_task=create, tracked_runs=tracked)
     result = fit(config, job, data_cpus=plans[0].data_cpus, with_progress=with_progress)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import json
 import math
 import os
@@ -162,7 +163,7 @@ def run_trials(
     describe: Callable[[Mapping[str, Any]], str],
     num_concurrent: int = 0,
     data_cpus: float = 0.0,
-    num_side_by_side: int = 0,
+    num_side_by_side: int = 1,
 ) -> Outcomes:
     """Run or continue every trial that is not finished yet, and return the outcomes of all. Ray must be running.
 
@@ -173,8 +174,8 @@ def run_trials(
         describe: describes an outcome in a few words.
         num_concurrent: maximum number of trials at a time; 0: as many as fit into the cluster.
         data_cpus: logical CPUs that each trial uses to read data.
-        num_side_by_side: number of trials whose networks train side by side on one frozen base, for trials that differ in
-            the sections temperature and optimizer only; 0: every trial runs by itself.
+        num_side_by_side: maximum number of trials whose networks train side by side, of those that can
+            (:func:`shares_base`); they run after the others. 1: every trial runs by itself.
     """
     finished: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
@@ -189,10 +190,12 @@ def run_trials(
         num_before, started = len(finished), time.monotonic()
         print(f"trials finished before: {num_before}, in {directory}", flush=True)
         parent_run_id = parent.run_id if parent else ""
-        for trial, reason in (
-            _run_side_by_side(waiting, parent_run_id, directory, num_side_by_side)
-            if num_side_by_side
-            else _run_tasks(waiting, parent_run_id, num_concurrent, data_cpus)
+        groups = find_groups(waiting, num_side_by_side)
+        grouped = {trial.name for group in groups for trial in group}
+        alone = [trial for trial in waiting if trial.name not in grouped]
+        for trial, reason in itertools.chain(
+            _run_tasks(alone, parent_run_id, num_concurrent, data_cpus),
+            _run_side_by_side(groups, finished, parent_run_id, directory),
         ):
             if outcome := read_json(f"{trial.config.run.directory}/outcome.json"):
                 finished[trial.name] = outcome
@@ -213,12 +216,51 @@ def record_failures(parent: TrackedRun | None, failed: Mapping[str, str]) -> Non
             end_children(parent, "FAILED")
 
 
+def shares_base(configs: Sequence[TrainingConfig]) -> bool:
+    """Returns whether these runs can train their networks side by side.
+
+    They are networks alone, on the same frozen base and the same batches, and differ in numbers of the sections temperature
+    and optimizer.
+    """
+    return len(configs) > 1 and len(set(map(_describe_shared, configs))) == 1
+
+
+def _describe_shared(config: TrainingConfig) -> str:
+    """Returns what runs that train side by side have in common; a run that can only train alone has its own name."""
+
+    def is_own(field: str, value: Any) -> bool:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        orders_data = field in ("optimizer.batch_size", "optimizer.micro_batch_size")
+        return is_number and field.startswith(("temperature.", "optimizer.")) and not orders_data
+
+    if not config.trains_networks_alone or config.run.start_from:
+        return config.run.name
+    values = {field: value for field, value in flatten(config).items() if not is_own(field, value)}
+    return json.dumps({**values, "run.name": "", "run.storage": ""}, sort_keys=True, default=str)
+
+
+def find_groups(trials: Sequence[Trial], num_at_once: int) -> list[list[Trial]]:
+    """Returns the trials that train side by side, in groups of at most `num_at_once`; others may start from none of them."""
+    bases = {trial.after for trial in trials}
+    by_base: dict[str, list[Trial]] = {}
+    for trial in trials:
+        if trial.name not in bases and trial.early_stopping is None and trial.keep_checkpoints:
+            by_base.setdefault(_describe_shared(trial.config), []).append(trial)
+    groups = [group[at : at + num_at_once] for group in by_base.values() for at in range(0, len(group), num_at_once)]
+    return [group for group in groups if len(group) > 1]
+
+
 def _run_side_by_side(
-    trials: Sequence[Trial], parent_run_id: str, directory: str, num_at_once: int
+    groups: Sequence[Sequence[Trial]], finished: Mapping[str, Any], parent_run_id: str, directory: str
 ) -> Iterator[tuple[Trial, str]]:
-    """Run trials in groups, one group of workers after the other, and yield each trial with its error, if it has one."""
-    for start in range(0, len(trials), num_at_once):
-        group = trials[start : start + num_at_once]
+    """Run one group of trials after the other, and yield each trial with its error, if it has one.
+
+    `finished` has the names of the trials that have finished so far.
+    """
+    for group in groups:
+        if (base := group[0].after) and base not in finished:
+            yield from ((trial, _base_failed(base)) for trial in group)
+            continue
         print(f"{len(group)} networks train side by side on one base", flush=True)
         try:
             _, reasons = train_group(
@@ -269,7 +311,11 @@ def _run_tasks(
         if trial.name in unfinished:
             for later in [later for later in waiting if later.after == trial.name]:
                 waiting.remove(later)
-                yield later, f"{trial.name}, the run that it starts from, failed"
+                yield later, _base_failed(trial.name)
+
+
+def _base_failed(base: str) -> str:
+    return f"{base}, the run that it starts from, failed"
 
 
 def _trains_in_task(config: TrainingConfig) -> bool:

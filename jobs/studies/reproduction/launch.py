@@ -19,6 +19,7 @@ from jobs.studies.reproduction.scoring import FinishedRun, Place
 from jobs.studies.trials import Outcomes, Results, Trial, make_plan, open_parent, prepare_once, publish, run_trials
 from pipelines.storage import exists
 
+_NUM_SIDE_BY_SIDE = 16
 _VERDICT_NUMBERS = {"holds": 1.0, "cannot be seen at this scale": 0.0, "does not hold": -1.0}
 
 
@@ -59,6 +60,7 @@ def run_reproduction(work: Reproduction) -> Results[StudyResult]:
                 describe=lambda outcome: _describe_outcome(outcome, measures[outcome["run"]]),
                 num_concurrent=config.num_concurrent,
                 data_cpus=max(plan.data_cpus for plan in plans),
+                num_side_by_side=_NUM_SIDE_BY_SIDE,
             )
         results = [
             StudyResult.of(

@@ -48,6 +48,7 @@ from jobs.studies.trials import (
     publish,
     record_failures,
     run_trials,
+    shares_base,
 )
 from jobs.tasks.language_model.config import LanguageModelConfig
 from pipelines.storage import exists, read_json, resolve, write_json
@@ -77,17 +78,10 @@ class Sweep:
     @property
     def shares_base(self) -> bool:
         """Whether the trials train side by side on one frozen base."""
-        sweep, base = self.config.sweep, self.config.base
+        sweep = self.config.sweep
         if sweep.scheduler != "none" or sweep.search == "band" or sweep.num_side_by_side == 1:
             return False
-        orders_data = {"optimizer.batch_size", "optimizer.micro_batch_size"}
-        return (
-            base.trains_networks_alone
-            and not base.run.start_from
-            and all(axis.startswith(("temperature.", "optimizer.")) for axis in sweep.values)
-            and not orders_data & sweep.values.keys()
-            and len(next(self.config.start())) > 1
-        )
+        return shares_base([self.config.trial(point) for point in next(self.config.start())])
 
     def describe(self) -> str:
         config, run = self.config, self.config.run
