@@ -35,7 +35,7 @@ def test_runs_are_made_once_and_their_figures_are_in_the_table(
     work = make_reproduction(config)
     results = run_reproduction(work)
     assert not results.failed
-    base, *networks = work.runs.values()  # the networks train side by side on the base
+    _, *networks = work.runs.values()  # the networks train side by side on the base
     ended = [Path(run.config.run.directory, "outcome.json") for run in networks]
     tau = [json.loads(file.read_text())["validation"]["tau_mean"] for file in ended]
     directory = Path(config.run.directory)

@@ -194,6 +194,7 @@ _UNIQUE = (
     _score("tau_std", "spread of τ", "validation/tau_std", digits=4),
     _score("Spearman", "Spearman(τ, entropy)", "validation/tau_entropy_spearman"),
     _score("noisy τ", "τ of noisy captions against others, %", "noisy_tau"),
+    _score("frequency", "Spearman(τ, frequency)", "label_spearman"),
     _perplexity("perplexity", "perplexity", "validation/cross_entropy_tau"),
     _perplexity("perplexity at 1", "perplexity at τ = 1", "validation/cross_entropy"),
     _score("cross-entropy", "cross-entropy, nats", "validation/cross_entropy_tau", digits=4),

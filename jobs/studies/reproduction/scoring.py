@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pyarrow.fs import FileSelector
@@ -15,6 +15,10 @@ from jobs.engine.resumption import count_writers
 from jobs.scoring.config import LanguageModelPool
 from pipelines.local_copy import local_copy
 from pipelines.storage import read_bytes, resolve
+
+if TYPE_CHECKING:
+    from jobs.tasks.dual_encoder.config import ClipConfig
+    from pipelines.images.pairs import PairSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,15 +219,7 @@ class NoisyCaptions(Scoring):
         return {run.name: {"noisy_tau": self._difference(run)} for run in runs}
 
     def _difference(self, run: FinishedRun) -> float:
-        from jobs.tasks.dual_encoder.config import ClipConfig
-        from jobs.tasks.dual_encoder.task import pair_source
-        from jobs.tasks.images import prepare_split, random_pairs
-
-        config = run.config
-        assert isinstance(config, ClipConfig)
-        source = pair_source(config, prepare_split(config, "train"))
-        count = min(self.num_pairs, source.manifest.num_pairs)
-        ids = random_pairs(source.manifest.num_pairs, count, config.run.seed)
+        config, source, ids = _draw_pairs(run, "train", self.num_pairs)
         places = source.locate(ids)
         batch = source.read(*places, 0)
         is_noisy = dataclasses.replace(source, caption_noise=self.share).read(*places, 0)["is_noisy"]
@@ -233,6 +229,48 @@ class NoisyCaptions(Scoring):
             tau = read_stored_temperatures(config.run.directory, source.manifest.num_pairs)[:, ids]
         ratios = tau[:, is_noisy].mean(1) / tau[:, ~is_noisy].mean(1)
         return float(100 * (ratios - 1).mean())
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelCorrelation(Scoring):
+    """Correlates the predicted temperatures of held-out pairs with a number beside their images: `label_spearman`.
+
+    It is the mean over images and captions of Spearman's rank correlation.
+    """
+
+    label: str
+    """Field of the JSON files beside the images."""
+    num_pairs: int = 2000
+
+    def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
+        return {run.name: {"label_spearman": self._correlation(run)} for run in runs}
+
+    def _correlation(self, run: FinishedRun) -> float:
+        import torch
+
+        from jobs.scoring.temperatures.pairs import match_numbers
+        from pipelines.images.manifest import read_index
+        from tempnet.statistics import spearman
+
+        config, source, ids = _draw_pairs(run, "validation", self.num_pairs)
+        manifest = source.manifest
+        keys = [key for shard in range(len(manifest.shards)) for key in read_index(manifest, shard)["key"].to_pylist()]
+        numbers = match_numbers([keys[pair] for pair in ids], config.data.validation, self.label)
+        tau = _predict(run.export, source.read(*source.locate(ids), 0))
+        return float(np.mean([float(spearman(torch.from_numpy(row), torch.from_numpy(numbers))) for row in tau]))
+
+
+def _draw_pairs(run: FinishedRun, split: str, count: int) -> tuple[ClipConfig, PairSource, np.ndarray]:
+    """Returns the configuration of a run, what reads the pairs of one of its splits, and the ids of some of them."""
+    from jobs.tasks.dual_encoder.config import ClipConfig
+    from jobs.tasks.dual_encoder.task import pair_source
+    from jobs.tasks.images import prepare_split, random_pairs
+
+    config = run.config
+    assert isinstance(config, ClipConfig)
+    source = pair_source(config, prepare_split(config, split))
+    num_pairs = source.manifest.num_pairs
+    return config, source, random_pairs(num_pairs, min(count, num_pairs), config.run.seed)
 
 
 def _predict(export: str, batch: Mapping[str, Any]) -> Any:
