@@ -44,7 +44,7 @@ RUN_BY = {
     "train_classifier": "cluster/test_train_classifier.py::test_a_cross_validation",
     "sweep": "cluster/test_sweep.py::test_sweeping_some_values",
     "prepare_features": "cluster/test_frozen.py::test_a_grid_trains_from_stored_features",
-    "reproduce": "cluster/test_reproduce.py::test_a_run_is_made_once_and_its_figures_are_in_the_table",
+    "reproduce": "cluster/test_reproduce.py::test_runs_are_made_once_and_their_figures_are_in_the_table",
     "revision": "jobs/test_exit_status.py::test_the_revision_is_that_of_the_checkout",
     "submit": "cluster/test_submit.py::test_status_log_and_end_of_jobs_on_a_cluster",
     "ray job submit": "cluster/test_train_lm.py::test_a_job_and_a_worker_that_are_killed_cost_the_steps_since_the_checkpoint",
