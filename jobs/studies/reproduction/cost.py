@@ -61,16 +61,16 @@ _PAPER_HOURS = {
     "llama2-chat-70b-frozen": (11.4 / 20_000, "Table 1: 11.4 A100-hours for 20 000 steps"),
 }
 
-# Rough core-seconds per step of the small presets, and of the start, validations and end of a run, from runs that were
-# made two at a time on two cores with busy neighbours.
+# Rough core-seconds per step of the small presets with their validations, and of the start of a run, from runs that were
+# made two at a time on two cores.
 _SMALL_SECONDS = {
-    LanguageModelConfig: 0.5,
-    ClipConfig: 0.6,
-    SentenceConfig: 0.45,
-    ClassifierConfig: 0.25,
-    ImageEncoderConfig: 0.3,
+    LanguageModelConfig: 0.6,
+    ClipConfig: 0.35,
+    SentenceConfig: 0.25,
+    ClassifierConfig: 0.1,
+    ImageEncoderConfig: 0.2,
 }
-_SMALL_START = 45.0
+_SMALL_START = 6.0
 
 
 class Cost(NamedTuple):
