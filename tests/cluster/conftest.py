@@ -101,12 +101,14 @@ def cluster(ray_head: dict[str, str]) -> Iterator[dict[str, str]]:
 
 
 @pytest.fixture
-def home(cluster: dict[str, str], home_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(cluster: dict[str, str], home_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Make the README reader's directory the working directory, so that the README's lines can be run as they stand."""
     monkeypatch.chdir(home_directory)
     for name in ("TEMPNET_HOME", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
-    return home_directory
+    yield home_directory
+    # A run that had to be restarted ends well all the same.
+    assert not list((home_directory / "runs").rglob("failure.json"))
 
 
 @pytest.fixture(scope="session")
