@@ -34,7 +34,7 @@ from jobs.engine.command_line import FAILED, as_typed, exit_interrupted, fail, s
 from jobs.engine.config import RunSection, TrainingConfig
 from jobs.engine.console import Console, Mailbox, note_failure
 from jobs.engine.export import open_export, write_task
-from jobs.engine.fields import configuration_hash, differences, flatten, recorded_values, resolve_fields
+from jobs.engine.fields import configuration_hash, differences, flatten, recorded_values, resolve_fields, with_fields
 from jobs.engine.lease import Lease, LostRunError
 from jobs.engine.masking import masked
 from jobs.engine.metrics import TrackedRun, send_metrics, survive_outage
@@ -213,9 +213,10 @@ def train_group(
             prepared.append(plan.prepare())
     # The 2 is the version of the group's checkpoints; those of the first are not read.
     content = "2" + "".join(f"{plan.config.run.name} {configuration_hash(plan.config)}\n" for plan in plans)
-    name = f"side-by-side-{hashlib.blake2b(content.encode(), digest_size=6).hexdigest()}"
+    digest = hashlib.blake2b(content.encode(), digest_size=6).hexdigest()
     configs = [task.config for task in prepared if task.config]
-    config = dataclasses.replace(configs[0], run=dataclasses.replace(configs[0].run, name=name, storage=directory))
+    # One directory deeper than runs are looked for (`jobs.runs`, `jobs.sweep`).
+    config = with_fields(configs[0], {"run.name": digest, "run.storage": f"{directory}/side-by-side"})
     tracked: dict[str, TrackedRun] = {}
     for name, plan, task in zip(names, plans, prepared, strict=True):
         claim_directory(plan.config)

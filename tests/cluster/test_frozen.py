@@ -77,7 +77,7 @@ def test_a_grid_on_stored_embeddings_is_one_run(home: Path, capsys: pytest.Captu
     rows = json.loads((runs / "results.json").read_text())["rows"]
     outcomes = [json.loads((runs / row["name"] / "outcome.json").read_text()) for row in rows]
     assert [row["num_steps"] for row in rows] == [NUM_STEPS] * 2
-    assert not list(runs.glob("side-by-side-*/checkpoint-*"))
+    assert not list(runs.glob("side-by-side/*/checkpoint-*"))
     _, children = sweep_runs(expected["tracking_uri"], "contrastive", "towers-grid")
     assert children.keys() == {row["name"] for row in rows}
     losses, wanted = ([history(run, "train/loss") for run in found] for found in (outcomes, [expected]))
