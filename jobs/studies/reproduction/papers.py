@@ -91,10 +91,12 @@ def _cells(entry: Mapping[str, Any], records: Mapping[str, Mapping[str, Any]]) -
     record = records.get(id)
     if record is None:
         return f"`jobs.reproduce {id}`", "not run at small scale"
+    studies = [one for one in record["studies"] if entry.get("study") in (None, one["title"])]
+    if not studies:
+        return f"`jobs.reproduce {id} --scale full`", "has no small form; not run"
     settings = record["configuration"]
     options = [f"--seeds {settings['seeds']}"] if settings["seeds"] != 3 else []
     options += [f"--{name} {shlex.join(settings[name])}" for name in ("change", "data") if settings[name]]
-    studies = [one for one in record["studies"] if entry.get("study") in (None, one["title"])]
     found = [statement["verdict"] for one in studies for statement in one["statements"]]
     return f"`{' '.join(['jobs.reproduce', id, *options])}`", _verdict(found, settings["seeds"], len(record["failed"]))
 
