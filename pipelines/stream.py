@@ -107,15 +107,18 @@ class RankStream:
         """Number of items of each batch that this rank receives."""
         return self.batch_size // self.world_size
 
-    def batches(self, start: int, stop: int) -> Iterator[Batch]:
+    def batches(self, start: int, stop: int, *, in_this_process: bool = False) -> Iterator[Batch]:
         """Yield this rank's part of each batch in the places start … stop−1, which are multiples of the batch size.
 
-        Each batch holds the arrays that the source returns, and `place` (n,), the place of each item in the stream.
+        Each batch holds the arrays that the source returns, and `place` (n,), the place of each item in the stream. They are
+        read by tasks of Ray, or in this process if Ray does not run or `in_this_process` asks for it, which data that are
+        still being prepared do not allow.
         """
         assert start % self.batch_size == 0
         assert stop % self.batch_size == 0
         segments = self.segments(start, stop)
-        if self.num_readers and "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        has_ray = "ray" in sys.modules and sys.modules["ray"].is_initialized()
+        if self.num_readers and has_ray and (self.plan.is_growing or not in_this_process):
             yield from SchedulingThrottle.hold(self._stream(segments))
         else:
             for segment in segments:

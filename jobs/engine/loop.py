@@ -132,7 +132,8 @@ class TrainingLoop:
         # Reading data starts before the model is built, so that the first step does not wait for data.
         size = config.optimizer.batch_size
         if reads_data:
-            self.batches = prefetch_first(self.task.stream.batches(self.step * size, config.run.num_steps * size))
+            start, stop = self.step * size, config.run.num_steps * size
+            self.batches = prefetch_first(self.task.stream.batches(start, stop, in_this_process=context.reads_data))
         self.task.build(is_fresh=directory is None)
         self.flops_per_unit = self.task.flops_per_unit()
         self.runs = [TrainedRun(task) for task in self.task.members]

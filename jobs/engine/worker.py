@@ -77,6 +77,8 @@ class WorkerContext:
     """Returns on all workers what the first one passes; all of them call it."""
     terminal: Any = None
     """The driver's `jobs.engine.console.Mailbox`, or a way to it; None: lines are printed into this worker's log."""
+    reads_data: bool = False
+    """Whether this worker reads its data itself, without tasks of Ray."""
     is_preempted: Callable[[], bool] = lambda: False
     """Returns whether a machine of this run is about to be taken away."""
 
@@ -253,6 +255,7 @@ def _context_here(job: WorkerJob, config: TrainingConfig, report: Callable[..., 
         report=report or DirectoryReport(config),
         agree=agree,
         terminal=job.mailbox,
+        reads_data=True,
     )
 
 

@@ -3,7 +3,7 @@
 A trial is an ordinary run with its own directory, checkpoints and outcome. From these it is recognised when the job is
 started again: a finished trial is not repeated, and an interrupted one continues. A trial that fails, by an error or
 because its process was killed, is reported as failed and does not end the others. As many trials run at a time as fit into
-the cluster, each driven by a task of Ray, which trains a trial of one worker without GPU itself; those that share a frozen
+the cluster, each driven by a task of Ray, which trains a trial of one worker with one CPU itself; those that share a frozen
 base may instead train side by side, in one group of workers. Sweeps that search and end trials early run them with Ray Tune
 (`jobs.studies.sweeps`).
 """
@@ -319,9 +319,10 @@ def _base_failed(base: str) -> str:
 
 
 def _trains_in_task(config: TrainingConfig) -> bool:
-    # A process that is used again saves the start of a controller and a worker, and their imports, for every trial. The
-    # memory of a GPU would stay taken in it.
-    return config.workers.max_workers == 1 and not config.workers.use_gpu
+    # A process that is used again saves the start of a controller and a worker, and their imports, for every trial; it reads
+    # its data itself, for which a worker of one CPU has no other. The memory of a GPU would stay taken in it.
+    workers = config.workers
+    return workers.max_workers == 1 and workers.cpus_per_worker <= 1.0 and not workers.use_gpu
 
 
 def _task_options(config: TrainingConfig) -> dict[str, Any]:
