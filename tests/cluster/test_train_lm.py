@@ -235,7 +235,9 @@ def test_a_job_and_a_worker_that_are_killed_cost_the_steps_since_the_checkpoint(
     assert f"its process {killed[0]} on " in done.stdout
     outcome = json.loads((run / "outcome.json").read_text())
     assert before < outcome["resumed_from_step"] < 40
-    assert f"; restart 1 of 1, from step {outcome['resumed_from_step']}\n" in done.stdout
+    # A checkpoint whose last part arrived when the loss was already told is the newer one.
+    (step,) = re.findall(r"; restart 1 of 1, from step (\d+)\n", done.stdout)
+    assert before <= int(step) <= outcome["resumed_from_step"]
     assert outcome["world_size"] == 2
     assert_same_losses(outcome, reference)
     runs = MlflowClient(outcome["tracking_uri"]).search_runs(["1"])
