@@ -111,14 +111,15 @@ class RankStream:
         """Yield this rank's part of each batch in the places start … stop−1, which are multiples of the batch size.
 
         Each batch holds the arrays that the source returns, and `place` (n,), the place of each item in the stream. They are
-        read by tasks of Ray, or in this process if Ray does not run or `in_this_process` asks for it, which data that are
-        still being prepared do not allow.
+        read by tasks of Ray; in this process if Ray does not run, or if `in_this_process` asks for it and neither data that
+        are still being prepared nor certain nodes need tasks.
         """
         assert start % self.batch_size == 0
         assert stop % self.batch_size == 0
         segments = self.segments(start, stop)
         has_ray = "ray" in sys.modules and sys.modules["ray"].is_initialized()
-        if self.num_readers and has_ray and (self.plan.is_growing or not in_this_process):
+        needs_tasks = self.plan.is_growing or bool(self.reader_resources)
+        if self.num_readers and has_ray and (needs_tasks or not in_this_process):
             yield from SchedulingThrottle.hold(self._stream(segments))
         else:
             for segment in segments:
@@ -218,11 +219,11 @@ class RankStream:
     def _read_batch(self, windows: list[ShuffleWindow], first: int) -> Batch:
         """Return this rank's part of the batch that begins at place `first`; a batch may cross the end of a window."""
         stop = first + self.batch_size
-        parts = [
-            self.read_places(window, places)
-            for window in windows
-            if window.start < stop and window.stop > first and len(places := self._places(window, first, stop))
-        ]
+        parts = []
+        for index, window in enumerate(windows):
+            if window.start < stop and window.stop > first and len(places := self._places(window, first, stop)):
+                self._prefetch(windows, index, int(places[0]))
+                parts.append(self.read_places(window, places))
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def _places(self, window: ShuffleWindow, start: int, stop: int) -> np.ndarray:

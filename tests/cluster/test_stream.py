@@ -101,15 +101,16 @@ class Asked(Named):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("num_batches_per_task", [1, None])
+@pytest.mark.parametrize(("num_batches_per_task", "in_this_process"), [(1, False), (None, False), (None, True)])
 def test_a_stream_fetches_its_window_and_the_next_one_ahead_and_keeps_the_one_before_for_a_quarter(
-    cluster: dict[str, str], num_batches_per_task: int | None
+    cluster: dict[str, str], num_batches_per_task: int | None, in_this_process: bool
 ) -> None:
     reading = stream(
         Asked(), [16] * 5, batch_size=2, window_size=16, num_batches_per_task=num_batches_per_task, num_batches_per_output=1
     )  # fmt: skip
     order = [window.shards[0] for window in reading.plan.windows(0, 128)]
-    found = [(int(batch["shard"][0]), *batch["asked"][0].tolist()) for batch in reading.batches(0, 128)]
+    batches = reading.batches(0, 128, in_this_process=in_this_process)
+    found = [(int(batch["shard"][0]), *batch["asked"][0].tolist()) for batch in batches]
     assert found == [
         (now, now, later, before if batch < 2 else -1)
         for before, now, later in zip([-1, *order], order, [*order[1:], -1], strict=False)
