@@ -18,6 +18,7 @@ import math
 import os
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,7 @@ from pipelines.storage import exists, read_json, resolve
 DRIVER_CPUS = 0.01
 """Logical CPUs of the process that drives a trial; the trial's workers have their own."""
 _SECONDS_OF_OUTAGE = 1800.0
+_PROCESS_DIED = (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError, ray.exceptions.NodeDiedError)
 
 Row = TypeVar("Row")
 
@@ -285,12 +287,13 @@ def _run_tasks(
         return
     num_at_once = find_room(trials[0].config, data_cpus, num_concurrent)
     run: Any = ray.remote(_run_trial)  # type: ignore[arg-type]  # Ray's annotations know no keywords
-    waiting, running = list(trials), dict[Any, Trial]()
+    waiting, running, starts = list(trials), dict[Any, Trial](), Counter[str]()
     unfinished = {trial.name for trial in trials}
     while waiting or running:
         ready = [trial for trial in waiting if trial.after not in unfinished]
         for trial in ready[: num_at_once - len(running)]:
             waiting.remove(trial)
+            starts[trial.name] += 1
             ref = run.options(**_task_options(trial.config)).remote(
                 trial,
                 parent_run_id=parent_run_id,
@@ -305,6 +308,11 @@ def _run_tasks(
             ray.get(ref)
         except Exception as raised:
             error = raised
+        # Ray's own retries of a task have no limit where memory is short.
+        if isinstance(error, _PROCESS_DIED) and starts[trial.name] <= _num_restarts(trial.config):
+            print(f"{trial.name} is restarted: {describe_error(error)}", flush=True)
+            waiting.insert(0, trial)
+            continue
         if exists(f"{trial.config.run.directory}/outcome.json"):
             unfinished.remove(trial.name)
         yield trial, describe_error(error)
@@ -326,14 +334,17 @@ def _trains_in_task(config: TrainingConfig) -> bool:
 
 
 def _task_options(config: TrainingConfig) -> dict[str, Any]:
-    """Returns the options of the Ray task that runs a trial; one that trains in it is restarted as workers of a run are."""
+    """Returns the options of the Ray task that runs a trial."""
+    options = {"num_cpus": DRIVER_CPUS, "max_retries": 0}
     if not _trains_in_task(config):
-        return {"num_cpus": DRIVER_CPUS, "max_retries": 0}
-    return {
-        "num_cpus": DRIVER_CPUS + config.workers.cpus_per_worker,
-        "max_retries": config.run.max_restarts,
-        "runtime_env": {"env_vars": worker_environment(config)},
-    }
+        return options
+    num_cpus = DRIVER_CPUS + config.workers.cpus_per_worker
+    return options | {"num_cpus": num_cpus, "runtime_env": {"env_vars": worker_environment(config)}}
+
+
+def _num_restarts(config: TrainingConfig) -> int:
+    """Returns how often the task of a trial may be restarted; workers of Ray Train are restarted by it instead."""
+    return config.run.max_restarts if _trains_in_task(config) else 0
 
 
 def _run_trial(

@@ -246,18 +246,18 @@ class LabelCorrelation(Scoring):
         return {run.name: {"label_spearman": self._correlation(run)} for run in runs}
 
     def _correlation(self, run: FinishedRun) -> float:
-        import torch
+        import pyarrow as pa
 
-        from jobs.scoring.temperatures.pairs import match_numbers
+        from jobs.scoring.temperatures.pairs import MODALITIES, correlate, labelled_temperatures
         from pipelines.images.manifest import read_index
-        from tempnet.statistics import spearman
 
         config, source, ids = _draw_pairs(run, "validation", self.num_pairs)
         manifest = source.manifest
         keys = [key for shard in range(len(manifest.shards)) for key in read_index(manifest, shard)["key"].to_pylist()]
-        numbers = match_numbers([keys[pair] for pair in ids], config.data.validation, self.label)
         tau = _predict(run.export, source.read(*source.locate(ids), 0))
-        return float(np.mean([float(spearman(torch.from_numpy(row), torch.from_numpy(numbers))) for row in tau]))
+        columns = {"key": [keys[pair] for pair in ids], **dict(zip(MODALITIES, tau, strict=True))}
+        samples = labelled_temperatures(pa.table(columns), config.data.validation, self.label)
+        return float(np.mean([found.mean for found in correlate(samples, self.label).values()]))
 
 
 def _draw_pairs(run: FinishedRun, split: str, count: int) -> tuple[ClipConfig, PairSource, np.ndarray]:
