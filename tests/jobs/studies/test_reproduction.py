@@ -46,6 +46,7 @@ from jobs.studies.reproduction.report import (
     judge_claim,
 )
 from jobs.studies.reproduction.scoring import FinishedRun, History, Place
+from jobs.studies.trials import Trial, find_groups
 from jobs.tasks.classifier.config import ClassifierConfig
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.presets.language_models import PRESETS
@@ -380,6 +381,24 @@ def test_a_part_of_a_claim_does_not_make_it_hold(tmp_path: Path) -> None:
     assert judge_claim([judged], num_left_out=part.num_left_out) == UNSEEN
     failed = Judged(statement=statement, estimate=None, num_replicates=3, verdict="does not hold")
     assert judge_claim([failed], num_left_out=part.num_left_out) == "does not hold"
+
+
+@pytest.mark.parametrize(
+    ("name", "num_at_once", "sizes"),
+    [
+        ("T15", 16, [6, 6]),  # six ρ on the base of each seed, and not the bases
+        ("T15", 4, [4, 2, 4, 2]),
+        ("T18", 16, []),  # other losses
+        ("T21", 16, []),  # no frozen base
+    ],
+)
+def test_networks_that_differ_in_numbers_train_side_by_side_on_the_base_of_their_seed(
+    name: str, num_at_once: int, sizes: list[int], tmp_path: Path
+) -> None:
+    runs = make(name, tmp_path, seeds=2).runs.values()
+    groups = find_groups([Trial(config=run.config, after=run.after) for run in runs], num_at_once)
+    assert [len(group) for group in groups] == sizes
+    assert all(len({(trial.after, trial.config.run.seed) for trial in group}) == 1 for group in groups)
 
 
 def test_the_page_of_the_papers_has_every_experiment_and_the_verdicts_of_records(
