@@ -12,6 +12,7 @@ import atexit
 import os
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -80,10 +81,9 @@ def is_preempted() -> bool:
 def is_actor_alive(actor_id: str, timeout: int) -> bool:
     """Return whether this process's cluster has an actor that is not dead; in the place of Ray Train's function."""
     try:
-        actor = state.actors(actor_id)
+        return state.actors(actor_id).get("State", "DEAD") != "DEAD"
     except Exception as error:  # Ray raises no more specific one; after this one the cleaner asks again
         raise RayStateApiException(f"the control service does not answer: {error}") from error
-    return bool(actor) and actor["State"] != "DEAD"
 
 
 class OwnClusterCleaner(placement_group_cleaner.PlacementGroupCleaner):
@@ -123,23 +123,6 @@ def open_store() -> tuple[str, int]:
     return address, port
 
 
-class _Group:
-    """A group of workers whose first one opens its store when Ray Train asks for the address of it."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._group, name)
-
-    def __len__(self) -> int:
-        return len(self._group)
-
-    def execute_single(self, rank: int, function: Any, *arguments: Any, **named: Any) -> Any:
-        chosen = open_store if function is get_address_and_port else function
-        return self._group.execute_single(rank, chosen, *arguments, **named)
-
-
 def loopback_rendezvous() -> Any:
     """Return Ray Train's settings of PyTorch's process group, with a store that listens on loopback where Ray does."""
     from ray.train.torch import TorchConfig
@@ -147,7 +130,14 @@ def loopback_rendezvous() -> Any:
 
     class Backend(_TorchBackend):
         def on_start(self, worker_group: Any, backend_config: Any) -> None:
-            super().on_start(_Group(worker_group), backend_config)  # type: ignore[arg-type]
+            execute = worker_group.execute_single
+
+            def execute_single(rank: int, function: Any, *arguments: Any, **named: Any) -> Any:
+                return execute(rank, open_store if function is get_address_and_port else function, *arguments, **named)
+
+            worker_group.execute_single = execute_single
+            super().on_start(worker_group, backend_config)
+            del worker_group.execute_single
 
     class Rendezvous(TorchConfig):
         @property
@@ -155,6 +145,16 @@ def loopback_rendezvous() -> Any:
             return Backend
 
     return Rendezvous()
+
+
+# The first call of an actor is sent when the caller knows that the actor is alive. While it is being created, that depends on
+# one message of Ray, which was seen to stay away for good: the actor was up and idle, and the caller waited for ever.
+
+
+def wait_until_started(actor: Any) -> None:
+    """Wait, without limit, until Ray's table has an actor of which no method was called yet as alive, or as dead."""
+    while state.actors(actor._actor_id.hex()).get("State") not in ("ALIVE", "DEAD"):
+        time.sleep(0.05)
 
 
 # Ray's processes.

@@ -20,6 +20,7 @@ from pyarrow.fs import FileType, LocalFileSystem
 from ray import cloudpickle
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.v2.api.exceptions import TrainingFailedError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from jobs.engine.cluster import answers
 from jobs.engine.config import TrainingConfig
@@ -34,10 +35,10 @@ from jobs.engine.ray_private import (
     free_resources,
     loopback_rendezvous,
     set_policies,
+    wait_until_started,
 )
 from jobs.engine.resumption import checkpoint_name, registered_step, start_checkpoint
 from jobs.engine.worker import WorkerContext, WorkerJob, export_checkpoint, train_from_newest, worker_environment
-from pipelines.actor_start import on_this_node, wait_until_started
 from pipelines.storage import exists, resolve
 
 if TYPE_CHECKING:
@@ -189,7 +190,9 @@ class RemoteMailbox:
 
     def __init__(self) -> None:
         mailbox: Any = ray.remote(Mailbox)
-        self._actor = mailbox.options(num_cpus=0, scheduling_strategy=on_this_node()).remote()
+        # On the driver's node, so that it is not lost with another one.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self._actor = mailbox.options(num_cpus=0, scheduling_strategy=here).remote()
 
     def __getattr__(self, name: str) -> Any:
         """Return a method of the mailbox that nobody waits for: `say`, `show`, `sign`, `ask_to_save` or `ask_to_stop`."""

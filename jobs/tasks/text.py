@@ -65,6 +65,10 @@ def prepare_training_text(
     )
     source = _prepare_config(config, "train")
     manifest = load_or_grow(source, layout, config.run.prepared_directory, settings, check_num_rows)
+    if isinstance(manifest, GrowingManifest):
+        from jobs.engine.ray_private import wait_until_started
+
+        wait_until_started(manifest.preparer)
     text = describe(manifest) if isinstance(manifest, Manifest) else manifest.describe()
     print(f"{'train':<12} {text}", flush=True)
     return manifest

@@ -20,7 +20,6 @@ import numpy as np
 import ray
 from ray.actor import ActorHandle
 
-from pipelines.actor_start import wait_until_started
 from pipelines.plan import StreamPlan
 from pipelines.prepare import read_records
 from pipelines.problems import TooManyProblemsError, check_problems
@@ -161,11 +160,8 @@ class GrowingPlan(StreamPlan):
         """Return the number and the size of each shard of a part, as soon as it is prepared (`PartPreparer.wait_for`)."""
         if number not in self.known:
             try:
-                preparer = self.parts.preparer
-                if not self.known:
-                    wait_until_started(preparer)
-                self.known[number] = ray.get(preparer.wait_for.remote(number))
-                RETRIES.add(ray.get(preparer.take_retries.remote()))
+                self.known[number] = ray.get(self.parts.preparer.wait_for.remote(number))
+                RETRIES.add(ray.get(self.parts.preparer.take_retries.remote()))
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from None
         return list(enumerate(self.known[number], start=number * _MAX_SHARDS_PER_PART))

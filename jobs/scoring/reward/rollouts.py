@@ -34,7 +34,6 @@ from jobs.engine.worker import CPU_ENVIRONMENT
 from jobs.scoring.generation.sampling import Generated, Request, Sampler, TemperatureRule
 from jobs.scoring.reward.plan import NUM_TOKENS_AT_A_TIME, RewardPlan, make_network
 from jobs.scoring.verifiers.verifier import Panel, Sample
-from pipelines.actor_start import wait_until_started
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.inference import can_fold
 from tempnet.intervals import Interval, mean_interval
@@ -355,6 +354,8 @@ def work_in_pool(plan: RewardPlan) -> Iterator[RunOrders]:
     What a worker raises, such as ValueError for a model that does not fit, is raised here; so is RayActorError if a worker
     dies again and again.
     """
+    from jobs.engine.ray_private import wait_until_started  # the workers, which import this module, need none of it
+
     pool = plan.config.workers
     kind: Any = ray.remote(_RolloutActor).options(
         num_cpus=pool.cpus_per_worker,
