@@ -11,7 +11,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -27,8 +27,8 @@ class RunsConfig:
 
     storages: Annotated[tuple[str, ...], tyro.conf.Positional] = field(default=())
     """Directories or URIs that hold runs (--run.storage), or a run's own. If empty: $TEMPNET_HOME, else ./runs."""
-    state: tuple[str, ...] = ()
-    """Only runs in these states: running, stalled, finished, failed, interrupted, lost. If empty: all."""
+    state: tuple[Literal["running", "stalled", "finished", "failed", "interrupted", "lost"], ...] = ()
+    """Only runs in these states. If empty: all."""
     json: bool = False
     """Print one JSON object per run instead of a table."""
 
@@ -50,7 +50,8 @@ def main(arguments: Sequence[str]) -> int:
     elif shown:
         show(markdown_table([[" ".join(cell.split()) for cell in row] for row in table_of(shown)]))
     else:
-        print(f"no runs in {', '.join(storages)}")
+        states = f", of {len(found)}, is {' or '.join(config.state)}" if found else ""
+        print(f"no run in {', '.join(storages)}{states}")
     return 0
 
 

@@ -40,6 +40,7 @@ from jobs.engine.masking import masked
 from jobs.engine.metrics import TrackedRun, send_metrics, survive_outage
 from jobs.engine.report import verdict, verdict_metrics, verdict_rows, verdict_tags
 from jobs.engine.resumption import (
+    CrashedTrainingError,
     FatalTrainingError,
     check_start,
     describe_continuation,
@@ -63,7 +64,7 @@ from jobs.engine.tracking import (
     sqlite_file,
     where_to_browse,
 )
-from jobs.engine.worker import EarlyStopping, WorkerJob, train_here
+from jobs.engine.worker import WorkerJob, train_here
 from pipelines.problems import TooManyProblemsError
 from pipelines.storage import create_directory, exists, join, read_json, resolve, write_bytes, write_json
 from pipelines.store_errors import RETRIES
@@ -122,7 +123,6 @@ def train(
     parent_run_id: str = "",
     in_this_process: bool = False,
     with_progress: bool = True,
-    early_stopping: EarlyStopping | None = None,
     keep_checkpoints: bool = True,
     shares_cores: bool = False,
     saves_validated: bool = False,
@@ -137,7 +137,6 @@ def train(
         parent_run_id: ID of the MLflow run that this run is shown under; empty for none.
         in_this_process: whether this process is the run's only worker even without `workers.local`.
         with_progress: whether to show progress in this terminal; trials of a sweep do not.
-        early_stopping: may end the run before its last step; the outcome then gives the reason (`stopped`).
         keep_checkpoints: whether to keep the checkpoints after the outcome is written.
         shares_cores: whether other runs train at the same time on the same machine.
         saves_validated: whether to write a checkpoint after every validation.
@@ -169,7 +168,6 @@ def train(
         job = WorkerJob(
             create_task=prepared.create_task,
             tracked_runs={config.run.name: tracked} if tracked else {},
-            early_stopping=early_stopping,
             shares_cores=shares_cores,
             saves_validated=saves_validated,
         )
@@ -315,7 +313,7 @@ def _train_in_this_process(config: TrainingConfig, job: WorkerJob) -> dict[str, 
             raise FatalTrainingError(message) from error
         cause = f"{type(error).__name__}: {error}"
         trace = traceback.format_exc()
-        raise FatalTrainingError(f"{trace}{cause}; {describe_continuation(directory)}", cause) from error
+        raise CrashedTrainingError(f"{trace}{cause}; {describe_continuation(directory)}", cause) from error
 
 
 def _make_mailbox(config: TrainingConfig) -> Any:

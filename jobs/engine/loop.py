@@ -125,7 +125,6 @@ class TrainingLoop:
         self.num_threads = self._set_num_threads(state, shares_cores=job.shares_cores)
         self.first_step = self.step = state.step
         self.num_units, self.seconds_before = state.num_units, state.seconds_trained
-        self.early_stopping, self.reason_to_stop = job.early_stopping, ""
         self.stop_requests = StopRequests(context)
         self.signs = SignsOfLife(context.terminal, self.rank, lambda: self.step)
         self.must_save = self.must_stop = False
@@ -177,9 +176,7 @@ class TrainingLoop:
         `{"interrupted": step}` after the checkpoint of that step.
         """
         config = self.config
-        if self.runs[0].validations:
-            self._consider_stopping()  # the run may have been killed after it was decided to end it
-        while self.step < config.run.num_steps and not self.reason_to_stop:
+        while self.step < config.run.num_steps:
             started = time.perf_counter()
             batch = next(self.batches)
             waited = time.perf_counter() - started
@@ -201,8 +198,7 @@ class TrainingLoop:
                 self._report_steps(statistics)
             if is_validated:
                 self._validate(with_details=False)
-                self._consider_stopping()
-            if is_saved or self.reason_to_stop:
+            if is_saved:
                 self._save()
             elif is_validated:
                 self.context.report(self._take_metrics(), None, step=self.step)
@@ -212,7 +208,6 @@ class TrainingLoop:
         self.context.report(self._take_metrics(), None, step=self.step)
         common = {
             "num_steps": self.step,
-            "stopped": self.reason_to_stop,
             "resumed_from_step": self.first_step,
             f"num_{self.task.unit}": self.num_units,
             "seconds_trained": self.seconds_before + self.total.seconds,
@@ -393,16 +388,6 @@ class TrainingLoop:
         """Return the training loss and the scores of the validation after this step, once; empty if there was none."""
         metrics, self.metrics_to_report = self.metrics_to_report, {}
         return metrics
-
-    def _consider_stopping(self) -> None:
-        """Ask on rank 0 whether to end the run here, and tell all ranks."""
-        if self.early_stopping is None:
-            return
-        answer = [self.early_stopping.reason_to_stop(self.runs[0].validations) if self.is_first else ""]
-        dist.broadcast_object_list(answer, group=self.host_group)
-        (self.reason_to_stop,) = answer
-        if self.reason_to_stop and self.progress:
-            self.progress.say(f"stopped at step {self.step}: {self.reason_to_stop}")
 
     def _place(self, directory: Path, number: int) -> Path:
         """Return the directory of a checkpoint that holds what the engine does not hold of a run."""

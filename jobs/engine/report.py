@@ -251,8 +251,6 @@ def results(rows: Iterable[tuple[str, str]], outcome: Mapping[str, Any], unit: s
     rows.append(
         ("steps, epochs", f"{outcome['num_steps']}, {'below 1' if num_epochs is None else f'{num_epochs:.2f}'}")
     )
-    if reason := outcome.get("stopped"):
-        rows.append(("STOPPED", reason))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 

@@ -300,6 +300,10 @@ class FatalTrainingError(RuntimeError):
         self.cause = cause or message
 
 
+class CrashedTrainingError(FatalTrainingError):
+    """The only worker of a run has ended by an exception, whose cause may be gone when the run is started again."""
+
+
 class DiskFullError(OSError):
     """A file cannot be written: the disk is full, a quota is reached, or the storage is read-only or away."""
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import pyarrow.fs
 
@@ -54,14 +54,6 @@ class Validation:
     """Name of each score → its value."""
 
 
-class EarlyStopping(Protocol):
-    """Decides on rank 0 after every validation whether to end a run; it keeps no state, since runs are continued."""
-
-    def reason_to_stop(self, validations: Sequence[Validation]) -> str:
-        """Return why the run should end now, given all its validations, the newest last; empty if it should not."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerContext:
     """The place of one worker among all workers of a run. PyTorch's default process group must exist."""
@@ -101,7 +93,6 @@ class WorkerJob:
     """The terminal of the person who started the run (`jobs.engine.console`); None if progress is not shown there."""
     with_bar: bool = False
     """Whether progress is drawn as a bar (a terminal) or as lines (a log file)."""
-    early_stopping: EarlyStopping | None = None
     saves_validated: bool = False
     """Whether to write a checkpoint after every validation, so that whoever ends the run early loses no step."""
     shares_cores: bool = False

@@ -30,13 +30,13 @@ import ray
 from jobs.engine.cluster import check_resources
 from jobs.engine.command_line import FAILED, exit_interrupted, fail, show
 from jobs.engine.config import TrackingSection, TrainingConfig
-from jobs.engine.console import clock
+from jobs.engine.console import clock, note_failure
 from jobs.engine.fields import flatten
 from jobs.engine.launch import Named, claim_directory, record_end, train, train_group
-from jobs.engine.lease import Lease
+from jobs.engine.lease import Lease, LostRunError
 from jobs.engine.masking import masked
 from jobs.engine.metrics import TrackedRun, survive_outage
-from jobs.engine.resumption import FatalTrainingError
+from jobs.engine.resumption import CrashedTrainingError, FatalTrainingError, registered_step
 from jobs.engine.task import Plan
 from jobs.engine.tracking import (
     end_children,
@@ -47,7 +47,7 @@ from jobs.engine.tracking import (
     run_tags,
     where_to_browse,
 )
-from jobs.engine.worker import EarlyStopping, worker_environment
+from jobs.engine.worker import worker_environment
 from jobs.scoring.mlflow_models import record_models
 from jobs.scoring.results import write_results
 from pipelines.problems import TooManyProblemsError
@@ -68,8 +68,6 @@ class Trial:
     """Name of the trial from whose export this one starts; empty if there is none."""
     keep_checkpoints: bool = True
     """Whether to keep the checkpoints; False: they are deleted once the run has an outcome."""
-    early_stopping: EarlyStopping | None = None
-    """A rule that may end the run early; None: it runs to its end."""
 
     @property
     def name(self) -> str:
@@ -121,6 +119,8 @@ def run_command(
         results = run(work)
     except (ValueError, OSError, TooManyProblemsError) as error:
         fail(str(error))
+    except (FatalTrainingError, LostRunError) as error:
+        fail(str(error), FAILED)
     except KeyboardInterrupt:
         exit_interrupted(config.run.directory)
     print(f"\n{results.table}\n\n  results   {results.directory} ({files})")
@@ -246,7 +246,7 @@ def find_groups(trials: Sequence[Trial], num_at_once: int) -> list[list[Trial]]:
     bases = {trial.after for trial in trials}
     by_base: dict[str, list[Trial]] = {}
     for trial in trials:
-        if trial.name not in bases and trial.early_stopping is None and trial.keep_checkpoints:
+        if trial.name not in bases and trial.keep_checkpoints:
             by_base.setdefault(_describe_shared(trial.config), []).append(trial)
     groups = [group[at : at + num_at_once] for group in by_base.values() for at in range(0, len(group), num_at_once)]
     return [group for group in groups if len(group) > 1]
@@ -266,15 +266,15 @@ def _run_side_by_side(
         print(f"{len(group)} networks train side by side on one base", flush=True)
         try:
             _, reasons = train_group(
-                [make_plan(trial.config) for trial in group],
+                [make_plan_in_outage(trial.config) for trial in group],
                 directory=directory,
                 parent_run_id=parent_run_id,
                 with_progress=True,
                 origin=origin_tags(),
                 record_models=record_models,
             )
-        except FatalTrainingError as error:
-            reasons = dict.fromkeys([trial.name for trial in group], error.cause)
+        except Exception as error:
+            reasons = dict.fromkeys([trial.name for trial in group], describe_error(error))
         for trial in group:
             yield trial, reasons.get(trial.name, "")
 
@@ -309,8 +309,13 @@ def _run_tasks(
         except Exception as raised:
             error = raised
         # Ray's own retries of a task have no limit where memory is short.
-        if isinstance(error, _PROCESS_DIED) and starts[trial.name] <= _num_restarts(trial.config):
-            print(f"{trial.name} is restarted: {describe_error(error)}", flush=True)
+        has_crashed = isinstance(error, _PROCESS_DIED) or isinstance(
+            getattr(error, "cause", None), CrashedTrainingError
+        )
+        if error and has_crashed and starts[trial.name] <= _num_restarts(trial.config):
+            reason, run_directory = describe_error(error), trial.config.run.directory
+            note_failure(run_directory, reason, step=registered_step(run_directory), is_final=False)
+            print(f"{trial.name} is restarted: {reason}", flush=True)
             waiting.insert(0, trial)
             continue
         if exists(f"{trial.config.run.directory}/outcome.json"):
@@ -358,7 +363,6 @@ def _run_trial(
         parent_run_id=parent_run_id,
         in_this_process=_trains_in_task(trial.config),
         with_progress=False,
-        early_stopping=trial.early_stopping,
         keep_checkpoints=trial.keep_checkpoints,
         shares_cores=shares_cores,
         origin=origin,

@@ -35,7 +35,7 @@ class ReproduceConfig:
     seeds: int = 3
     """Number of seeds, that is, runs per arm. Runs that were made with fewer seeds before are used again."""
     steps: int | None = None
-    """Number of training steps of every run. None: the experiment's own number."""
+    """Maximum number of training steps of every run. None: the experiment's own numbers."""
     arms: tuple[str, ...] = ()
     """Run only these rows of the table (and the runs that they start from). Empty: all rows."""
     change: tuple[str, ...] = ()

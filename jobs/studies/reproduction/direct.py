@@ -159,8 +159,9 @@ def measure_clip_overhead(scale: str, seed: int) -> dict[str, dict[str, float]]:
         numbers = torch.arange(size, device=device)
         return _step(module, lambda: module(ids=numbers, image_ids=numbers, gamma=0.8, **inputs)["loss"])
 
-    forms = {"plain": form("clip-cc3m-clip"), "TempNet": form("clip-cc3m-tempnet")}
-    return _compare(training=(forms, clip.PRESETS["clip-cc3m-clip-small"]().optimizer.batch_size))
+    forms = {"plain": form(plain := "clip-cc3m-clip"), "TempNet": form("clip-cc3m-tempnet")}
+    config = clip.PRESETS[f"{plain}-small" if scale == "small" else plain]()
+    return _compare(training=(forms, config.optimizer.batch_size))
 
 
 def _compare(**tasks: tuple[Mapping[str, Callable[[], object]], int]) -> dict[str, dict[str, float]]:

@@ -226,7 +226,10 @@ _UNIQUE = (
         _score(f"at {at:g}", f"C = {at:g}", f"slope at {at:g}", digits=4, is_exact=True, place=at)
         for at in direct.COSINES
     ),
-    *(_score(f"{name}_speed", f"{name}, tokens/s", f"{name}_speed", digits=0) for name in ("training", "generation")),
+    *(
+        _score(f"{name}_speed", f"{name}, tokens or pairs/s", f"{name}_speed", digits=0)
+        for name in ("training", "generation")
+    ),
 )
 MEASURES: dict[str, Measure] = {
     **{measure.name: measure for measure in _UNIQUE},

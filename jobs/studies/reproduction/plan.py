@@ -170,7 +170,8 @@ def _replicates_of(arm: Arm, preset: Any, num_seeds: int) -> list[Replicate]:
 def _make_runs(study: Study, job: ReproduceConfig, common: Mapping[str, Any]) -> list[Run]:
     """Returns all runs of a study, each after the run it starts from; a run that arms share is listed for each of them.
 
-    The changes of `job` apply to the runs that have the field, before the arms' own changes; `common` is for all runs.
+    The changes of `job` apply to the runs that have the field, before the arms' own changes, but no run has more steps than
+    `job.steps`; `common` is for all runs.
     """
     runs: dict[tuple[str, str], Run] = {}
     for arm in study.arms:
@@ -188,6 +189,8 @@ def _make_runs(study: Study, job: ReproduceConfig, common: Mapping[str, Any]) ->
             known = flatten(config)
             changes = {field: value for field, value in job.changes.items() if field in known}
             changes = {"run.seed": replicate.seed, **common, **study.changes, **changes, **start, **arm.changes}
+            if job.steps:
+                changes["run.num_steps"] = min(job.steps, changes["run.num_steps"])
             config = with_fields(config, changes)
             if job.scale == "small":  # keep only one checkpoint, at the end
                 config = with_fields(

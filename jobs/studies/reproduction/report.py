@@ -125,7 +125,7 @@ def verdict_of_claim(work: Reproduction, results: Sequence[StudyResult]) -> Verd
 def as_markdown(work: Reproduction, results: Sequence[StudyResult], failed: Mapping[str, str]) -> str:
     config, experiment = work.config, work.experiment
     seeds = "1 seed" if config.seeds == 1 else f"{config.seeds} seeds"
-    steps = f", {config.steps:,} steps a run" if config.steps else ""
+    steps = f", at most {config.steps:,} steps a run" if config.steps else ""
     lines = [
         f"# {experiment.id}: {experiment.title} ({experiment.source})",
         "",

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -31,7 +31,7 @@ from jobs.engine.metrics import TrackedRun, send_metrics, survive_outage
 from jobs.engine.resumption import best_checkpoint, whole_checkpoints
 from jobs.engine.task import Plan
 from jobs.engine.tracking import find_child, finish_run, mark_if_ended
-from jobs.studies.sweeps.band_search import LOSS, TITLE, Point, describe_scores, is_wide, list_corners
+from jobs.studies.sweeps.band_search import LOSS, TITLE, Point, describe_scores, is_wide, list_corners, search_grid
 from jobs.studies.sweeps.config import SweepConfig, name_of, place_trial, with_values
 from jobs.studies.sweeps.report import Row, as_markdown, as_page, best_values, choose, make_row
 from jobs.studies.sweeps.trainable import HYPERPARAMETERS, make_trainable
@@ -79,7 +79,7 @@ class Sweep:
     def shares_base(self) -> bool:
         """Whether the trials train side by side on one frozen base."""
         sweep = self.config.sweep
-        if sweep.scheduler != "none" or sweep.search == "band" or sweep.num_side_by_side == 1:
+        if sweep.scheduler != "none" or sweep.search not in ("grid", "random") or sweep.num_side_by_side == 1:
             return False
         return shares_base([self.config.trial(point) for point in next(self.config.start())])
 
@@ -141,7 +141,7 @@ def run_sweep(sweep: Sweep) -> Results[Row]:
             num_side_by_side=config.sweep.num_side_by_side,
         )
         found = _read_runs(config)
-        runs = {trial.run.name: found[trial.run.name] for trial in configs if trial.run.name in found}
+        runs = {name_of(point): found.get(name_of(point), (point, None)) for point in next(config.start())}
         return _publish(sweep, parent, runs, outcomes.failed, _table_of(config, runs))
     with Lease(config.run.directory), mark_if_ended(parent):
         runs, errors, table = _run_tune(sweep, parent, num_at_once)
@@ -172,7 +172,12 @@ def _run_tune(sweep: Sweep, parent: TrackedRun | None, num_at_once: int) -> tupl
         settings = {"search_alg": search, "num_samples": -1}
     elif section.search == "optuna":
         space |= {field: _domain(values, field in config.whole_axes) for field, values in section.values.items()}
-        settings = {"search_alg": OptunaSearch(metric=LOSS, mode="min"), "num_samples": section.num_trials}
+        # Trials that were begun before go on, and those that are finished report again, for Optuna to learn from.
+        begun = sorted(_read_runs(config).values(), key=lambda run: run[1] is None)
+        kind = {field: int if field in config.whole_axes else float for field in section.values}
+        points = [{field: kind[field](value) for field, value in point.items()} for point, _ in begun]
+        optuna = OptunaSearch(metric=LOSS, mode="min", seed=section.seed, points_to_evaluate=points or None)
+        settings = {"search_alg": optuna, "num_samples": section.num_trials}
     else:
         points = next(config.start())
         space |= {field: tune.choice(values) for field, values in section.values.items()}
@@ -182,10 +187,10 @@ def _run_tune(sweep: Sweep, parent: TrackedRun | None, num_at_once: int) -> tupl
             "max_concurrent_trials": None,  # which Tune ignores beside a generator
         }
     scheduler = make_scheduler(section.scheduler, num_steps, section.values, section.num_generations)
-    stopper = RuleStopper(_band_rule(sweep), search)
     filesystem, path = resolve(config.run.directory)
-    num_finished = sum(outcome is not None for _, outcome in _read_runs(config).values())
-    print(f"trials finished before: {num_finished}, in {config.run.directory}", flush=True)
+    finished = [name for name, (_, outcome) in _read_runs(config).items() if outcome is not None]
+    stopper = RuleStopper(_band_rule(sweep), search, finished)
+    print(f"trials finished before: {len(finished)}, in {config.run.directory}", flush=True)
     tuner = tune.Tuner(
         make_trainable(
             config.base,
@@ -209,23 +214,36 @@ def _run_tune(sweep: Sweep, parent: TrackedRun | None, num_at_once: int) -> tupl
         ),
     )
     grid = tuner.fit()
-    names, errors, reasons = list[str](), dict[str, str](), dict[str, str]()
-    for result in (grid[number] for number in range(len(grid))):
-        given = result.config or {}
-        name = name_of({field: given[field] for field in section.values if field in given})
-        names.append(name)
-        if result.error is not None:
-            errors[name] = describe_error(result.error)
-        elif reason := stopper.reasons.get((result.metrics or {}).get("trial_id", "")):
-            reasons[name] = reason
+    results = [grid[number] for number in range(len(grid))]
+    runs, errors, reasons = match_runs(results, _read_runs(config), section.values, stopper.reasons)
     usual = f"ended early by {type(scheduler).__name__}" if scheduler else "ended early"
-    found = _read_runs(config)
-    runs = {name: found[name] for name in [*names, *sorted(found)] if name in found}  # in the order of the trials
     for name, (_, outcome) in runs.items():
         if outcome is None and name not in errors:
             runs[name] = runs[name][0], _finish_stopped(config, name, reasons.get(name, usual), parent)
     record_failures(parent, errors)
     return runs, errors, grid.get_dataframe()
+
+
+def match_runs(
+    results: Sequence[Any], found: Runs, axes: Iterable[str], reasons: Mapping[str, str]
+) -> tuple[Runs, dict[str, str], dict[str, str]]:
+    """Return the runs in the order of Tune's results, and the errors and reasons of those that ended early, by run.
+
+    `reasons` has the trial IDs of those that a rule has ended. A trial that went on from another's checkpoint is a run of its
+    own, whose name begins with that of its values.
+    """
+    runs, errors, early = Runs(), dict[str, str](), dict[str, str]()
+    for result in results:
+        point = {field: float(result.config[field]) for field in axes}
+        name = name_of(point)
+        own = [run for run in found if run == name or run.startswith(f"{name}-from-")]
+        runs |= {run: found[run] for run in own} or {name: (point, None)}
+        ended = [run for run in own if found[run][1] is None] or [name]
+        if result.error is not None:
+            errors |= dict.fromkeys(ended, describe_error(result.error))
+        elif reason := reasons.get((result.metrics or {}).get("trial_id", "")):
+            early |= dict.fromkeys(ended, reason)
+    return runs | {name: found[name] for name in sorted(found) if name not in runs}, errors, early
 
 
 def _table_of(config: SweepConfig[Any], runs: Runs) -> pd.DataFrame:
@@ -372,14 +390,16 @@ def _publish(
     config, band = sweep.config, sweep.config.sweep.band
     rows = [make_row(name, point, outcome, errors.get(name, ""), band) for name, (point, outcome) in runs.items()]
     best, _ = choose(rows, band)
-    num_combinations = math.prod(map(len, config.sweep.values.values()))
+    whole = config.sweep.search in ("grid", "band") and [
+        with_values(config.base, point).run.num_steps for point in next(search_grid(config.sweep.values))
+    ]
     content = io.BytesIO()
     table.to_parquet(content)
     results = publish(
         config,
         parent,
         rows=rows,
-        table=as_markdown(rows, band, num_combinations * config.base.run.num_steps),
+        table=as_markdown(rows, band, sum(whole or [])),
         content={"rows": [dataclasses.asdict(row) for row in rows]},
         files={"report.html": as_page(config.run.name, rows, band), "trials.parquet": content.getvalue()},
         metrics={

@@ -100,7 +100,7 @@ def _cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 
 
 def as_markdown(rows: Sequence[Row], band: tuple[float, float], num_grid_steps: int) -> str:
-    """Returns the table, the chosen trial, and the steps taken beside those of the whole grid, in Markdown."""
+    """Returns the table, the chosen trial, and the steps taken beside those of the whole grid (0: none), in Markdown."""
     best, why = choose(rows, band)
     (*titles, loss, steps), *lines = _cells(rows)
     cells = [[*titles, "in the band", loss, steps]]
@@ -110,9 +110,10 @@ def as_markdown(rows: Sequence[Row], band: tuple[float, float], num_grid_steps: 
         cells.append([f"{'→ ' if row is best else ''}{name}", *values, *figures])
     line = f"Chosen: {best.name}: {why}." if best else f"Chosen: none: {why}."
     num_steps = sum(row.num_steps for row in rows)
+    share = f", {num_steps / num_grid_steps:.0%} of the {num_grid_steps:,} of the whole grid" if num_grid_steps else ""
     return (
         f"{markdown_table(cells)}\n\nBand of the mean τ: {band[0]:g} to {band[1]:g}. {line}\n\n"
-        f"Steps: {num_steps:,}, {num_steps / num_grid_steps:.0%} of the {num_grid_steps:,} of the whole grid."
+        f"Steps: {num_steps:,}{share}."
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -19,6 +19,7 @@ from ray.tune.search import Searcher
 
 from jobs.engine.worker import Validation
 from jobs.studies.sweeps.band_search import LOSS, TITLE, Axes, Point, PointResult, loss_of, search_band
+from jobs.studies.sweeps.config import name_of
 
 Rank: TypeAlias = tuple[bool, float]
 """(whether the mean temperature is in the band, −loss); the higher the better."""
@@ -121,6 +122,8 @@ class BandSearch(Searcher):
         self._running: dict[str, int] = {}
         self.competes: dict[str, bool] = {}
         """Trial ID → whether others were chosen together with it, which it then competes with."""
+        self.points: dict[str, Point] = {}
+        """Trial ID → its point."""
         self.has_found = False
         """Whether a whole trial has ended in the band."""
         self._begin(next(self._search))
@@ -134,6 +137,7 @@ class BandSearch(Searcher):
         number = self._running[trial_id] = self._num_asked
         self._num_asked += 1
         self.competes[trial_id] = len(self._round) > 1
+        self.points[trial_id] = self._round[number]
         return dict(self._round[number])
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
@@ -166,11 +170,12 @@ class BandSearch(Searcher):
 class RuleStopper(Stopper):
     """Ends trials of Ray Tune whose loss is not finite, and those that the rules of a band end.
 
-    Without a rule only those that diverge; trials compete only if a band search suggests them.
+    Without a rule only those that diverge; trials compete only if a band search suggests them. Runs whose names are in
+    `finished` only report again, so that they are not ended.
     """
 
-    def __init__(self, rule: BandRule | None, search: BandSearch | None = None) -> None:
-        self._rule, self._search = rule, search
+    def __init__(self, rule: BandRule | None, search: BandSearch | None = None, finished: Collection[str] = ()) -> None:
+        self._rule, self._search, self._finished = rule, search, finished
         self._race = Halving(rule.num_steps, rule.band) if rule and search else None
         self._validations: dict[str, list[Validation]] = {}
         self.reasons: dict[str, str] = {}
@@ -201,6 +206,8 @@ class RuleStopper(Stopper):
         if last.step >= self._rule.num_steps:
             if self._race is not None and rank_of(last, self._rule.band)[0]:
                 self._race.goes_on(trial_id, validations)  # those that compete are compared with it
+            return ""
+        if self._search is not None and name_of(self._search.points[trial_id]) in self._finished:
             return ""
         if reason := self._rule.reason_to_stop(validations):
             return reason

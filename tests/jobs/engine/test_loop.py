@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,6 @@ from readme_support import write_task
 from safetensors.numpy import load_file
 
 from jobs.engine.resumption import find_damage
-from jobs.engine.worker import Validation
 from pipelines.store_errors import RETRIES
 from tests.local_training import Asking, Call, history, processes, train_plan
 
@@ -147,7 +146,7 @@ def test_a_run_is_the_plain_loop_of_pytorch(site: Site, undisturbed: dict[str, A
     ]  # fmt: skip
     assert reported[1]["loss"] == pytest.approx(steps[6][0], abs=1e-6)
     assert reported[-1]["accuracy"] == undisturbed["validation"]["accuracy"]
-    assert (undisturbed["resumed_from_step"], undisturbed["stopped"]) == (0, "")
+    assert undisturbed["resumed_from_step"] == 0
     checkpoints = sorted(path.name for path in site.run("undisturbed").glob("checkpoint-*[0-9]"))
     assert checkpoints == ["checkpoint-00000008", "checkpoint-00000012"]
 
@@ -253,25 +252,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_its_batch(site: Site) 
     saved = sorted(int(path.name[11:]) for path in site.run("explodes").glob("checkpoint-*") if path.is_dir())
     assert saved[-1] == step - 1
     assert find_damage(str(site.run("explodes") / f"checkpoint-{step - 1:08d}")) == ""
-
-
-@dataclass(frozen=True)
-class StopAt:
-    """Ends a run at the first validation of a step."""
-
-    step: int
-
-    def reason_to_stop(self, validations: Sequence[Validation]) -> str:
-        return f"seen {len(validations)}" if validations[-1].step >= self.step else ""
-
-
-def test_early_stopping_ends_a_run_which_is_then_finished(site: Site, undisturbed: dict[str, Any]) -> None:
-    settings = {"early_stopping": StopAt(6)}
-    outcome = site.train("watched", 2, settings=settings, workers={"num_workers": 2})
-    assert (outcome["num_steps"], outcome["stopped"]) == (6, "seen 1")
-    assert [found["step"] for found in outcome["validations"]] == [6, 6]
-    again = site.train("watched", 2, settings=settings, workers={"num_workers": 2})
-    assert (again["num_steps"], again["stopped"], again["resumed_from_step"]) == (6, "seen 1", 6)
 
 
 def test_a_run_starts_from_a_step_of_another_with_its_own_learning_rates(

@@ -118,6 +118,6 @@ def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert r"file \x1b]0;title\x07\x1b[2J\u202e.txt" in table[3]  # and no terminal acts on it
     assert "20/100" in table[2] or "0/100" in table[2]
     assert runs.main([str(tmp_path), "--state", "lost"]) == 0
-    assert capsys.readouterr().out == f"no runs in {tmp_path}\n"
+    assert capsys.readouterr().out == f"no run in {tmp_path}, of 2, is lost\n"
     assert runs.main([str(tmp_path), "--json"]) == 0
     assert [json.loads(line)["name"] for line in capsys.readouterr().out.splitlines()] == ["a", "b"]

@@ -178,6 +178,8 @@ def test_the_history_of_a_run_needs_no_mlflow() -> None:
 
 def test_steps_changes_and_arms(tmp_path: Path) -> None:
     change = ("optimizer.beta1=0.8", "data.train=elsewhere")
+    own = {run.config.run.num_steps for run in make("TripleEntropy", tmp_path, steps=30, seeds=1).runs.values()}
+    assert own == {19, 30}  # an arm of 19 steps has no more, and one of 262 no more than the others
     work = make("T15", tmp_path, steps=6, change=change, arms=("ρ = 2.5",), seeds=1)
     assert [run.arm.name for run in work.runs.values()] == ["base", "ρ = 2.5"]
     for run in work.runs.values():

@@ -129,12 +129,16 @@ def make_rows(*scores: tuple[float, float] | None) -> list[Row]:
         ({"axes": ("temperature.rho=2",)}, False),  # one network
         ({"scheduler": "asha"}, False),
         ({"search": "band", "band": (0.7, 1.0)}, False),
+        ({"search": "optuna"}, False),
         ({"num_side_by_side": 1}, False),
         ({"base": {"model.freeze": False}}, False),
     ],
     ids=str,
 )
-def test_trials_share_a_frozen_base_where_they_read_the_same_batches(changes: dict[str, Any], expected: bool) -> None:
+def test_trials_share_a_frozen_base_where_they_read_the_same_batches(
+    changes: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.studies.sweeps.config.importlib.util.find_spec", lambda name: name)  # Optuna is optional
     config: Any = PRESETS["frozen-rho-lr-small"]()
     base = with_fields(config.base, changes.pop("base", {}))
     config = replace(config, base=base, sweep=replace(config.sweep, **changes))

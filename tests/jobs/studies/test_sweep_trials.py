@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,9 @@ from jobs.engine.launch import claim_directory, find_outcome
 from jobs.engine.resumption import checkpoint_name, write_file_list
 from jobs.engine.worker import Validation
 from jobs.studies.sweeps.band_search import PointResult, search_band
-from jobs.studies.sweeps.launch import _finish_stopped, _read_runs
+from jobs.studies.sweeps.launch import _finish_stopped, _read_runs, match_runs
 from jobs.studies.sweeps.presets import PRESETS
-from jobs.studies.sweeps.report import make_row
+from jobs.studies.sweeps.report import as_markdown, as_page, make_row
 from jobs.studies.sweeps.tuning import BandRule, BandSearch, Halving, RuleStopper
 
 BAND = (0.7, 1.0)
@@ -135,6 +136,31 @@ def test_a_band_search_in_the_hands_of_tune_is_the_search_by_rounds() -> None:
     ]
     assert rounds.send(results) == [last]
     assert search.suggest("f") == Searcher.FINISHED
+
+
+def test_a_finished_run_that_reports_again_is_not_ended_whoever_reports_before_it() -> None:
+    search = BandSearch({"temperature.rho": [2.0, 3.0, 4.0]}, band=BAND, num_steps=600, budget=4.0)
+    point = search.suggest("a")
+    assert isinstance(point, dict)
+    stopper = RuleStopper(RULE, search, [f"rho{point['temperature.rho']:g}"])
+    assert report(search, stopper, "a", [0.6] * 12, [5.0] * 12) == 600  # a new run would have settled outside the band
+
+
+def test_the_error_of_a_trial_that_went_on_from_another_is_that_of_the_run_it_was() -> None:
+    axes, point, other = ["temperature.rho"], {"temperature.rho": 2.4}, {"temperature.rho": 3.0}
+    results = [
+        SimpleNamespace(config=point, error=ValueError("lost"), metrics={"trial_id": "a"}),
+        SimpleNamespace(config=other, error=None, metrics={"trial_id": "b"}),
+        SimpleNamespace(config={"temperature.rho": 4.0}, error=ValueError("refused"), metrics=None),
+    ]
+    found: Any = {"rho2.4-from-75-c0ffee": (point, None), "rho3": (other, None), "rho2": ({"temperature.rho": 2.0}, {})}
+    runs, errors, early = match_runs(results, found, axes, {"a": "x", "b": "diverges"})
+    assert list(runs) == ["rho2.4-from-75-c0ffee", "rho3", "rho4", "rho2"]
+    assert errors == {"rho2.4-from-75-c0ffee": "lost", "rho4": "refused"}
+    assert early == {"rho3": "diverges"}
+    rows = [make_row(name, point, None, errors.get(name, ""), BAND) for name, (point, _) in runs.items()][:1]
+    assert "FAILED" in as_markdown(rows, BAND, 0)
+    assert "lost" in as_page("sweep", rows, BAND)
 
 
 @pytest.mark.parametrize("rule", [RULE, None])
