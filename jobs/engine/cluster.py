@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import secrets
 import signal
 import socket
 import stat
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -43,6 +45,8 @@ _ENVIRONMENT = {
 _NUM_STARTS = 3
 _SECONDS_TO_ANSWER = 20.0
 _MIN_STARTUP_CONCURRENCY = 6
+_MAX_WAIT_MINUTES = 60.0
+_SECONDS_BETWEEN_LOOKS = 5.0
 # Ray's sockets lie in DIRECTORY/ray/session_DATE_TIME_MICROSECONDS_PID/sockets; the path of a socket has at most 107 bytes.
 _MAX_DIRECTORY_BYTES = 107 - len("/ray/session_2026-01-31_23-59-59_123456_4194304/sockets/plasma_store")
 
@@ -230,14 +234,44 @@ def _make_token(path: Path) -> None:
         path.chmod(0o600)
 
 
-def check_placement(field: str, resources: Mapping[str, float]) -> None:
+def wait_for_nodes(bundles: list[dict[str, float]], have_come: Callable[[], bool], max_wait_minutes: float) -> None:
+    """Ask the autoscaler of $RAY_ADDRESS's cluster for bundles of resources until their nodes have come or time is up.
+
+    A Ray that the job has started does not grow. Publicly, Ray does not say whether another cluster has an autoscaler.
+    """
+    if os.environ.get("RAY_ADDRESS", "local") in ("", "local") or have_come():
+        return
+    from ray.autoscaler.sdk import request_resources
+
+    wanted = ", ".join(f"{name}={sum(bundle.get(name, 0.0) for bundle in bundles):g}" for name in bundles[0])
+    text = (
+        f"the cluster has too few nodes for {wanted}: asking its autoscaler, for at most {max_wait_minutes:g} minutes"
+    )
+    print(text, file=sys.stderr, flush=True)
+    deadline = time.monotonic() + 60.0 * max_wait_minutes
+    try:
+        while not have_come() and time.monotonic() < deadline:
+            request_resources(bundles=bundles)  # again, because another job's request replaces it
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+    finally:
+        request_resources(bundles=[])  # so that nodes that nobody uses can go
+
+
+def check_placement(field: str, resources: dict[str, float], max_wait_minutes: float = _MAX_WAIT_MINUTES) -> None:
     """Check that some node of the cluster has the custom resources of a task, which would wait for ever otherwise."""
     if not resources:
         return
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if not any(all(node.get(name, 0.0) >= amount for name, amount in resources.items()) for node in nodes):
+
+    def nodes() -> list[dict[str, float]]:
+        return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+    def have_come() -> bool:
+        return any(all(node.get(name, 0.0) >= amount for name, amount in resources.items()) for node in nodes())
+
+    wait_for_nodes([resources], have_come, max_wait_minutes)
+    if not have_come():
         needed = ", ".join(f"{name}={amount:g}" for name, amount in resources.items())
-        largest = {name: max((node.get(name, 0.0) for node in nodes), default=0.0) for name in resources}
+        largest = {name: max((node.get(name, 0.0) for node in nodes()), default=0.0) for name in resources}
         raise ValueError(
             f"{field} = {needed}, but no node of the cluster has as much (largest: "
             f"{', '.join(f'{name}={amount:g}' for name, amount in largest.items())}): start the nodes that are to read "
@@ -253,18 +287,31 @@ def check_resources(
     data_cpus: float,
     gpus_per_worker: int = 1,
     total: Mapping[str, float] | None = None,
+    num_runs: int = 1,
+    max_wait_minutes: float = _MAX_WAIT_MINUTES,
 ) -> None:
-    """Check that the cluster is large enough for the run."""
+    """Check that the cluster, given time to grow for `num_runs` at a time, is large enough for a run."""
     place = "the cluster has" if total is None else "this machine has"
-    total = ray.cluster_resources() if total is None else total
     needed = num_workers * cpus_per_worker + data_cpus
+    gpus = num_workers * gpus_per_worker if use_gpu else 0
+    if total is None:
+
+        def have_come() -> bool:
+            has = ray.cluster_resources()
+            return round(num_runs * needed - has.get("CPU", 0.0), 6) <= 0 and num_runs * gpus <= has.get("GPU", 0.0)
+
+        worker = {"CPU": cpus_per_worker} | ({"GPU": gpus_per_worker} if use_gpu else {})
+        num_parts = math.ceil(data_cpus)  # of at most a CPU each, so that they fit on any node
+        bundles = [worker] * num_workers + [{"CPU": data_cpus / max(1, num_parts)}] * num_parts
+        wait_for_nodes(bundles * num_runs, have_come, max_wait_minutes)
+        total = ray.cluster_resources()
     if needed > total.get("CPU", 0):
         raise ValueError(
             f"workers.num_workers × workers.cpus_per_worker + data = {num_workers} × {cpus_per_worker:g} + "
             f"{data_cpus:g} = {needed:g} CPUs are more than there are, {place} {total.get('CPU', 0):g}: "
             "use fewer workers or fewer CPUs a worker"
         )
-    if use_gpu and (gpus := num_workers * gpus_per_worker) > total.get("GPU", 0):
+    if gpus > total.get("GPU", 0):
         raise ValueError(
             f"workers.use_gpu = True needs {gpus} GPUs, {gpus_per_worker} a worker, more than there are, as {place} "
             f"{total.get('GPU', 0):g}: choose --workers.no-use-gpu, or set RAY_ADDRESS to a cluster that has them"

@@ -381,6 +381,7 @@ class Plan(ABC, Generic[Config]):
                 cpus_per_worker=workers.cpus_per_worker,
                 use_gpu=workers.use_gpu,
                 data_cpus=self.data_cpus * workers.min_workers / workers.max_workers,
+                max_wait_minutes=self.config.run.max_wait_minutes,
             )
         return self.prepare()
 

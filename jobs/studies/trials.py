@@ -378,6 +378,8 @@ def find_room(config: TrainingConfig, data_cpus: float, num_concurrent: int) -> 
         cpus_per_worker=workers.cpus_per_worker,
         use_gpu=workers.use_gpu,
         data_cpus=data_cpus + DRIVER_CPUS,
+        num_runs=num_concurrent or 1,
+        max_wait_minutes=config.run.max_wait_minutes,
     )
     total = ray.cluster_resources()
     cpus_per_trial = workers.max_workers * workers.cpus_per_worker + data_cpus + DRIVER_CPUS

@@ -90,12 +90,12 @@ def load_stored(wanted: Stored, data: Any, *, what: str, job: str) -> Stored:
     return found
 
 
-def check_resources(data: ReadSection) -> None:
+def check_resources(data: ReadSection, max_wait_minutes: float) -> None:
     """Check that some node has the custom resources of the tasks that read."""
     if data.resources:  # a run in this process does without Ray, whose import takes seconds
         from jobs.engine.cluster import check_placement
 
-        check_placement("data.reader_resources", data.resources)
+        check_placement("data.reader_resources", data.resources, max_wait_minutes)
 
 
 def num_stored_readers(directory: str) -> int:

@@ -41,7 +41,7 @@ def prepare_split(config: ImageConfig, split: str) -> ImageManifest:
     The prepared data are kept in the directory of prepared data, which runs share.
     """
     started = time.monotonic()
-    check_resources(config.data)
+    check_resources(config.data, config.run.max_wait_minutes)
     manifest = prepare_images(
         preparation(config, split),
         config.run.prepared_directory,

@@ -29,7 +29,7 @@ def prepare_split(
 ) -> Manifest:
     """Return the manifest of `train` or `validation`, preparing the text unless this was done before."""
     started = time.monotonic()
-    check_resources(config.data)
+    check_resources(config.data, config.run.max_wait_minutes)
     manifest = prepare_text(
         _prepare_config(config, split),
         layout,
@@ -54,7 +54,7 @@ def prepare_training_text(
     data = config.data
     if not data.is_streaming:
         return prepare_split(config, layout, "train", check_num_rows)
-    check_resources(data)
+    check_resources(data, config.run.max_wait_minutes)
     settings = GrowingSettings(
         seed=config.run.seed,
         num_parts_ahead=data.num_parts_ahead,

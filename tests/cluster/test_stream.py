@@ -164,4 +164,5 @@ def test_tasks_take_the_resources_of_their_nodes_and_send_their_counts(
     check_placement("data.reader_resources", {HEAD: 1.0})
     check_placement("data.reader_resources", {})
     with pytest.raises(ValueError, match=r"data.reader_resources = reader=0.5, but no node .* \(largest: reader=0\)"):
-        check_placement("data.reader_resources", {"reader": 0.5})
+        check_placement("data.reader_resources", {"reader": 0.5}, max_wait_minutes=0.01)
+    assert "the cluster has too few nodes for reader=0.5" in capsys.readouterr().err

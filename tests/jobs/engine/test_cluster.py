@@ -24,7 +24,7 @@ from ray.exceptions import ActorUnavailableError
 from ray.train.v2.api.exceptions import ControllerError
 
 from jobs.engine import cluster, ray_failures, ray_private
-from jobs.engine.cluster import check_machine, ensure_token, private_directory, start_ray
+from jobs.engine.cluster import check_machine, check_resources, ensure_token, private_directory, start_ray
 from jobs.engine.ray_failures import HeadWatch, LostClusterError, naming_lost_cluster
 from pipelines.storage import read_json
 
@@ -163,6 +163,35 @@ def test_what_ray_writes_lies_where_a_socket_has_room_and_nobody_else_can_look(
     monkeypatch.setattr(cluster, "_MAX_DIRECTORY_BYTES", 5)
     with pytest.raises(OSError, match="set RAY_TMPDIR to a short path"):
         private_directory()
+
+
+@pytest.mark.parametrize("address", ["head:6379", "local"])
+def test_room_that_is_missing_is_asked_for_where_a_cluster_may_grow(
+    address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests: list[list[dict[str, float]]] = []
+
+    def total() -> dict[str, float]:
+        """Return 2 CPUs until nodes were asked for twice."""
+        return {"CPU": 8.0, "GPU": 4.0} if len(requests) > 1 else {"CPU": 2.0}
+
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(cluster, "_SECONDS_BETWEEN_LOOKS", 0.0)
+    monkeypatch.setattr(ray, "cluster_resources", total)
+    monkeypatch.setattr("ray.autoscaler.sdk.request_resources", lambda bundles: requests.append(bundles))
+    wanted: dict[str, Any] = {"num_workers": 2, "cpus_per_worker": 1.0, "use_gpu": True, "data_cpus": 1.5}
+    if address == "local":
+        with pytest.raises(ValueError, match=r"3\.5 CPUs are more than there are, the cluster has 2"):
+            check_resources(**wanted)
+        assert not requests
+        return
+    check_resources(**wanted, num_runs=2)
+    asked = ([{"CPU": 1.0, "GPU": 1}] * 2 + [{"CPU": 0.75}] * 2) * 2
+    assert requests == [asked, asked, []]
+    assert "too few nodes for CPU=7, GPU=4: asking its autoscaler, for at most 60 minutes" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="10 GPUs, 1 a worker, more than there are"):
+        check_resources(num_workers=10, cpus_per_worker=0.5, use_gpu=True, data_cpus=0.0, max_wait_minutes=0.0)
+    assert requests[-1] == []
 
 
 @pytest.mark.parametrize(("asked", "opens"), [(None, False), ("1", True)])
