@@ -166,7 +166,7 @@ def test_the_service_of_vllm_is_one_that_ray_serve_takes() -> None:
 import sys, yaml
 from ray.serve.llm import LLMServingArgs
 from ray.serve.schema import ServeDeploySchema
-service = yaml.safe_load(open(sys.argv[1]))
+service, _ = yaml.safe_load_all(open(sys.argv[1]))
 config = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
 (application,) = config.applications
 (model,) = LLMServingArgs.model_validate(application.args).llm_configs

@@ -16,6 +16,7 @@ import pytest
 import ray.autoscaler
 import yaml
 from jsonschema import Draft202012Validator
+from ray.autoscaler._private.kuberay.autoscaling_config import _get_ray_resources_from_group_spec
 from ray.autoscaler._private.util import prepare_config, validate_config
 from readme_support import lines_like, run_line
 
@@ -96,10 +97,13 @@ def test_every_manifest_satisfies_its_schema(directory: Path) -> None:
         validator_of(manifest).validate(manifest)
 
 
-def test_the_service_of_vllm_satisfies_its_schema() -> None:
+def test_the_service_of_vllm_satisfies_its_schema_and_is_behind_a_policy() -> None:
     """`tests/cluster/test_vllm_server.py` reads what is meant for Ray Serve with its own classes."""
-    (service,) = load(ROOT / "infra" / "serving" / "ray-service.yaml")
+    service, policy = load(ROOT / "infra" / "serving" / "ray-service.yaml")
     validator_of(service).validate(service)
+    validator_of(policy).validate(policy)
+    pods = [place["metadata"]["labels"] for place in places_in(service) if "containers" in place.get("spec", ())]
+    assert pods == [policy["spec"]["podSelector"]["matchLabels"]] * 2
     service["spec"]["rayClusterConfig"]["unheardOf"] = 1
     assert not validator_of(service).is_valid(service)
     assert service["spec"]["rayClusterConfig"]["rayVersion"] == version("ray")
@@ -148,6 +152,7 @@ def test_groups_are_what_their_names_say() -> None:
     assert spec["rayVersion"] == version("ray")
     assert spec["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     pods = {group["groupName"]: group["template"]["spec"] for group in spec["workerGroupSpecs"]}
+    assert _get_ray_resources_from_group_spec(spec["workerGroupSpecs"][0], is_head=False)["reader"] == 1
     assert pods["trainers-spot"].pop("nodeSelector") == {"karpenter.sh/capacity-type": "spot"}
     pods["trainers-spot"]["tolerations"].pop()
     assert pods["trainers-spot"] == pods["trainers"]
@@ -157,7 +162,8 @@ def test_the_image_is_locked_and_its_user_has_no_privileges() -> None:
     text = (ROOT / "infra/image/Dockerfile").read_text()
     stages = {name: base for base, name in re.findall(r"^FROM (\S+) AS (\S+)", text, re.MULTILINE)}
     assert [stages[target] for target in ("cpu", "cuda", "mlflow")] == ["code"] * 3
-    assert re.findall(r"^USER (.*)", text[text.index(" AS code") :], re.MULTILINE) == ["1000:1000"]
+    assert re.findall(r"^USER (.*)", text[text.index(" AS code") :], re.MULTILINE) == ["1000:1000", "root", "1000:1000"]
+    assert re.search(r"^FROM code AS cuda\n(.+\n)*.*install .* gcc .*\n.*\nUSER 1000:1000", text, re.MULTILINE)
     # Every installation is of the lock, or constrained by it.
     for line in re.findall(r"pip install .*?(?:\n|$)", text):
         assert "requirements.lock" in line or "['server']" in text[text.index(line) :][:400], line
@@ -173,6 +179,9 @@ def test_the_readmes_ray_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (job,) = load(Path("ray-job.yaml"))
     validator_of(job).validate(job)
     assert job["metadata"]["name"] == "gpt2-scratch"
+    # KubeRay refuses rules of deletion that do not fit a cluster that grows, and Kueue a job that leaves its cluster.
+    assert job["spec"]["shutdownAfterJobFinishes"]
+    assert "deletionStrategy" not in job["spec"]
     assert job["spec"]["entrypoint"] == f"python -m jobs.{line.partition(' -- ')[2]}"
     assert yaml.safe_load(job["spec"]["runtimeEnvYAML"])["env_vars"]["TEMPNET_LOCKED"] == "1"
 
