@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +19,9 @@ from support import runs_of, sweep_runs, training_worker_pids, wait_for
 from transformers import AutoConfig, AutoModel
 
 from jobs.engine.command_line import parse_preset
-from jobs.engine.worker import Validation
+from jobs.engine.lease import LEASE_FILE
+from jobs.engine.metrics import TrackedRun
+from jobs.engine.tracking import find_child
 from jobs.studies.cross_validation import CrossValidation, cross_validate, make_cross_validation
 from jobs.studies.trials import Trial, open_parent, run_trials
 from jobs.tasks.classifier.config import ClassifierConfig
@@ -84,22 +89,22 @@ def test_a_cross_validation(cluster: dict[str, str], downstream: Path, tmp_path:
     assert len(runs_of(results.tracking_uri, "classifiers")) == 3
 
 
+def kill_once(parent: TrackedRun, configs: Sequence[ClassifierConfig], is_over: threading.Event) -> None:
+    """Kill the process of every run once, as soon as the run is in MLflow."""
+    waiting = list(configs)
+    while not is_over.wait(0.02):
+        for config in list(waiting):
+            with suppress(OSError, ValueError):
+                held = json.loads(Path(config.run.directory, LEASE_FILE).read_text())
+                if find_child(parent, config.run.name):
+                    os.kill(held["pid"], signal.SIGKILL)
+                    waiting.remove(config)
+
+
 @pytest.mark.long
 def test_a_trial_whose_process_dies_is_restarted_or_fails_alone_and_with_it_what_starts_from_it(
     cluster: dict[str, str], downstream: Path, tmp_path: Path
 ) -> None:
-    class Kills:  # defined here, because the processes of trials cannot import the module of the test
-        def reason_to_stop(self, validations: Sequence[Validation]) -> str:
-            os.kill(os.getpid(), signal.SIGKILL)
-            return ""
-
-    class KillsOnce(Kills):
-        def reason_to_stop(self, validations: Sequence[Validation]) -> str:
-            if not (marker := tmp_path / "killed").exists():
-                marker.touch()
-                super().reason_to_stop(validations)
-            return ""
-
     work = make(downstream, tmp_path, "--validation.every", "4")
     parent = open_parent(
         work.config, work.config.tracking, uri=work.examples[0].tracking_uri, num_trials=5, data_sets={}
@@ -108,19 +113,26 @@ def test_a_trial_whose_process_dies_is_restarted_or_fails_alone_and_with_it_what
     cell = work.cells[0]
     restarted = replace(cell, run=replace(cell.run, name="restarted", max_restarts=1))
     trials = [
-        Trial(config=restarted, early_stopping=KillsOnce()),
+        Trial(config=restarted),
         Trial(config=named(cell, "later"), after="killed"),
         Trial(config=named(cell, "next"), after="fine"),
-        Trial(config=named(cell, "killed"), early_stopping=Kills()),
+        Trial(config=named(cell, "killed")),
         Trial(config=named(cell, "fine")),
     ]
-    outcomes = run_trials(
-        trials,
-        directory=str(tmp_path / "trials"),
-        parent=parent,
-        num_concurrent=2,
-        describe=lambda outcome: f"{outcome['num_steps']}",
-    )
+    is_over = threading.Event()
+    killer = threading.Thread(target=kill_once, args=(parent, [restarted, named(cell, "killed")], is_over))
+    killer.start()
+    try:
+        outcomes = run_trials(
+            trials,
+            directory=str(tmp_path / "trials"),
+            parent=parent,
+            num_concurrent=2,
+            describe=lambda outcome: f"{outcome['num_steps']}",
+        )
+    finally:
+        is_over.set()
+        killer.join()
     finished = {name: outcome["num_steps"] for name, outcome in outcomes.finished.items()}
     assert finished == {"fine": 12, "next": 12, "restarted": 12}
     assert "died" in outcomes.failed["killed"]
