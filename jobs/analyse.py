@@ -7,7 +7,7 @@ For example:
     python -m jobs.analyse openness --runs runs/gpt2-scratch-small --output runs/openness
     python -m jobs.analyse tau-max --models runs/gpt2-scratch-small/export --wikitext README.md --output runs/tau-max
     python -m jobs.analyse phase --sweep runs/rho --images IMAGES --label concept_frequency --output runs/phase
-    python -m jobs.analyse noise --model runs/clip-short/export --images IMAGES --label concept_frequency --output runs/noise
+    python -m jobs.analyse noise --model runs/clip-temperatures/export --images IMAGES --label FIELD --output runs/noise
     python -m jobs.analyse decoders --model runs/gpt2-scratch-small/export --text TEXT --output runs/decoders
 """
 
