@@ -23,7 +23,7 @@ setup: $(VENV)/.ready  ## Make the environment in .venv from the locks
 
 # torch comes first because DeepSpeed's build reads it; nothing is compiled (DS_BUILD_OPS=0, and jobs/engine/deepspeed_engine.py).
 $(VENV)/.ready: requirements.lock requirements-dev.lock pyproject.toml setup.py
-	@echo "Making the environment in $(VENV): about 2 GB, some minutes"
+	@echo "Making the environment in $(VENV): 3 GB, 7 with PyTorch's CUDA build, some minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock pip setuptools wheel ninja torch
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --requirement requirements.lock --requirement requirements-dev.lock
@@ -115,18 +115,19 @@ mlflow-team: setup  ## An MLflow server for a team, in PostgreSQL: infra/mlflow/
 		--editable '.[server]'
 	PATH="$(abspath $(BIN)):$$PATH" infra/mlflow/serve.sh
 
-bench: setup  ## Ratios of benchmarks/README.md: losses beside peers, steps, decoding, images, the band search, the training job (one to two hours)
+bench: setup  ## Ratios of benchmarks/README.md: losses beside peers, steps, decoding, images, the band search, the training job, two workers (one to two hours)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(PEERS)
-	$(BIN)/python -m benchmarks.softmax_loss --num-tokens 2048 16384
-	$(BIN)/python -m benchmarks.softmax_loss --num-tokens 512 1024 2048 4096 8192 16384 --no-time --no-peers
-	$(BIN)/python -m benchmarks.train_step
-	$(BIN)/python -m benchmarks.decoding
-	$(BIN)/python -m benchmarks.serving
-	$(BIN)/python -m benchmarks.contrastive_loss
-	$(BIN)/python -m benchmarks.image_pipeline
-	$(BIN)/python -m benchmarks.object_store
-	$(BIN)/python -m benchmarks.band_search
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m benchmarks.train_lm
+	$(RUN) benchmarks.train_lm --num-steps 60
+	$(RUN) benchmarks.softmax_loss --num-tokens 2048
+	$(RUN) benchmarks.softmax_loss --num-tokens 16384 --num-rounds 3
+	$(RUN) benchmarks.train_step --num-rounds 4
+	$(RUN) benchmarks.decoding --num-rounds 15
+	$(RUN) benchmarks.serving --num-threads 1
+	$(RUN) benchmarks.contrastive_loss
+	$(RUN) benchmarks.image_pipeline
+	$(RUN) benchmarks.object_store --num-rounds 2
+	$(RUN) benchmarks.scaling --num-steps 60 --num-rounds 2
+	$(RUN) benchmarks.band_search
 
 gpu-check: setup  ## On a machine with a GPU: tokens/s and MFU of GPT-2 124M, eager and compiled, dense mask and FlexAttention, with and without a TempNet
 	$(RUN) benchmarks.train_step --gpu-check

@@ -175,6 +175,12 @@ def test_make_test_and_make_test_all_run_every_test() -> None:
         assert not any("--ignore" in line or "--deselect" in line for line in lines)
 
 
+def test_make_bench_runs_the_commands_of_the_figures() -> None:
+    shown = re.findall(r"`(python -m benchmarks\.[^`[…]+)`", (ROOT / "benchmarks" / "README.md").read_text())
+    run = [line.removeprefix(".venv/bin/") for line in recipe("bench")]
+    assert run == [line for line in shown if "--gpu-check" not in line]
+
+
 def test_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert {line.split()[1] for line in shell_lines() if line.startswith("make ")} <= targets
