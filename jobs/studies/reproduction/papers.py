@@ -57,7 +57,8 @@ def papers_page(records: Mapping[str, Mapping[str, Any]]) -> str:
         lines.append("")
     lines += ["## What was found", "", "± is half the 95 % interval over the replicates.", ""]
     for id, record in records.items():
-        lines += [f"### {id}: {EXPERIMENTS[id].claim}", "", *_statements(record), ""]
+        if statements := [*_statements(record)]:
+            lines += [f"### {id}: {EXPERIMENTS[id].claim}", "", *statements, ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

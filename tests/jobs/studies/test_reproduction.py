@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from jobs.studies.reproduction.experiments import (
     find,
     read_claim,
 )
+from jobs.studies.reproduction.papers import papers_page
 from jobs.studies.reproduction.plan import Reproduction, list_needed_paths, make_reproduction
 from jobs.studies.reproduction.report import (
     UNSEEN,
@@ -415,3 +417,7 @@ def test_the_page_of_the_papers_has_every_experiment_and_the_verdicts_of_records
     assert "| `jobs.reproduce T13` | **holds** (3 seeds; statements: 6 hold) |" in page
     assert "| CLIP: 263,172 parameters | 263,172 ± 0 | 263,171.5 to 263,172.5 | holds |" in page
     assert page.count("not run at small scale") > 20
+    assert page.count("### ") == 1
+    record = json.loads(next(tmp_path.glob("reproduce-*/results.json")).read_text())
+    untested = [study | {"statements": []} for study in record["studies"]]
+    assert "### " not in papers_page({"T13": record | {"studies": untested}})
