@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: job {job!r} is unknown: {hint}", file=sys.stderr)
         return _REFUSED
     if importlib.util.find_spec("ray") is None:
-        print("error: the jobs need more packages than the library: pip install 'tempnet[pipeline]'", file=sys.stderr)
+        print("error: the jobs need more packages: pip install 'PATH-OF-WHEEL[pipeline]'", file=sys.stderr)
         return _REFUSED
     # Ray's workers, which are other processes, find the jobs by PYTHONPATH.
     sys.path.insert(0, str(directory))
