@@ -2,7 +2,8 @@
 
 For example:
 
-    python -m jobs.submit ray --address http://head:8265 -- train_lm gpt2-scratch --run.storage s3://bucket/runs
+    python -m jobs.submit ray --address http://head:8265 -- train_lm gpt2-scratch --data.train s3://bucket/train \
+        --data.validation s3://bucket/test --run.storage s3://bucket/runs
     python -m jobs.submit rayjob --name mine -- train_lm gpt2-scratch --data.train s3://bucket/train --data.validation s3://bucket/test
 """
 

@@ -19,7 +19,7 @@ _NUM_EPOCHS = 200
 
 
 def simclr_cifar10() -> ImageEncoderConfig:
-    """SimCLR on CIFAR-10: NT-Xent at τ = 0.5, a ResNet-18 and a linear probe (SimCLR Appendix B.9, on 64 pixels)."""
+    """SimCLR: NT-Xent at τ = 0.5, a ResNet and a linear probe (SimCLR Appendix B.9)."""
     return ImageEncoderConfig(
         run=RunSection(
             name="simclr-cifar10",
@@ -30,7 +30,7 @@ def simclr_cifar10() -> ImageEncoderConfig:
         data=LabelledImageSection(
             train="data/cifar10/train", validation="data/cifar10/test", min_crop_scale=0.08, num_readers=4
         ),
-        # The stem of Transformers' ResNet reduces images to a quarter: of 32 pixels 8 would be left.
+        # ResNet-18. The stem of Transformers' ResNet reduces images to a quarter: of 32 pixels 8 would be left.
         model=ImageEncoderSection(
             image_size=64,
             embedding_size=128,
@@ -57,12 +57,12 @@ _FULL: dict[str, Preset] = {
     "simclr-cifar10": simclr_cifar10,
     "simclr-cifar10-temperature-free": variant(
         simclr_cifar10,
-        "SimCLR on CIFAR-10 without a temperature: logits 2·artanh(cosine) (arXiv 2501.17683).",
+        "SimCLR without a temperature: logits 2·artanh(cosine) (arXiv 2501.17683).",
         {"temperature.loss": "temperature_free", "temperature.tau": None, "tracking.paper": "arXiv 2501.17683"},
     ),
     "simclr-cifar10-tempnet": variant(
         simclr_cifar10,
-        "SimCLR on CIFAR-10 with a TempNet and the robust loss.",
+        "SimCLR with a TempNet and the robust loss.",
         {
             "temperature.loss": "tempnet",
             "temperature.tau": None,
