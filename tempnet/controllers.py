@@ -12,7 +12,8 @@ therefore follows ρ₀:
 where τ̄ is the mean temperature and τ* the target. The remaining force κ·e drives the mean temperature towards the
 target, with damping. The integral I corrects the remaining error, which arises because Adam does not follow the
 average slope alone: it divides every parameter's gradient by its size. T is large, so that I cannot make the mean
-temperature oscillate, which an integral term alone would. Instances still differ from the mean by their entropies H(p), and these differences are what a temperature network has to learn.
+temperature oscillate, which an integral term alone would. Instances still differ from the mean by their entropies H(p),
+and these differences are what a temperature network has to learn.
 
 :class:`KLController` finds the weight λ for which a divergence settles at a target, as the adaptive penalty of PPO does:
 
