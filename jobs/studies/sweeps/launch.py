@@ -176,7 +176,9 @@ def _run_tune(sweep: Sweep, parent: TrackedRun | None, num_at_once: int) -> tupl
         begun = sorted(_read_runs(config).values(), key=lambda run: run[1] is None)
         kind = {field: int if field in config.whole_axes else float for field in section.values}
         points = [{field: kind[field](value) for field, value in point.items()} for point, _ in begun]
-        optuna = OptunaSearch(metric=LOSS, mode="min", seed=section.seed, points_to_evaluate=points or None)
+        # With the seed of the beginning, Optuna would draw the points of the beginning again.
+        seed = section.seed + len(points)
+        optuna = OptunaSearch(metric=LOSS, mode="min", seed=seed, points_to_evaluate=points or None)
         settings = {"search_alg": optuna, "num_samples": section.num_trials}
     else:
         points = next(config.start())
