@@ -9,10 +9,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tempnet.contrastive.config import ContrastiveLossConfig
+from tempnet.contrastive.config import ContrastiveLossConfig, gamma_at
 from tempnet.contrastive.losses import ContrastiveLoss
 from tempnet.contrastive.normalisers import NormaliserNet
 from tempnet.contrastive.state import SampleState, World
@@ -30,6 +31,10 @@ class TrainerLoss:
     submodule `tempnet` of the causal language model, so that the trainer's optimizer, precision and checkpoints include it;
     save it by itself with `model.tempnet.save_pretrained(directory + "/tempnet")`. The logits are materialised:
     `jobs.train_lm` computes the same loss, such as `TemperatureLossConfig(name="proper", rho=0.0)`, without them.
+
+    With several processes set `ddp_find_unused_parameters=False` in the `TrainingArguments`: else DistributedDataParallel
+    takes the TempNet, which runs after the model, for unused, and fails with "Expected to mark a variable ready only once".
+    FSDP and ZeRO 3 were not tried.
     """
 
     def __init__(self, model: nn.Module, tempnet: TempNet, config: TemperatureLossConfig) -> None:
@@ -52,12 +57,50 @@ class TrainerLoss:
         return loss
 
 
-class SentencePairLoss(nn.Module):
+class _PairLoss(nn.Module):
+    """A contrastive loss whose γ follows its own count of training batches, and whose state waits for a device and ranks."""
+
+    def __init__(self, config: ContrastiveLossConfig, num_samples: int | None, num_steps: int | None) -> None:
+        super().__init__()
+        if config.has_falling_gamma and num_steps is None:
+            raise ValueError(
+                f"γ of the loss {config.name} falls during the training: give num_steps, the number of training batches, or "
+                "gamma_schedule='constant'"
+            )
+        self.state: SampleState | None = None
+        if config.state_columns:
+            if num_samples is None:
+                raise ValueError(f"the loss {config.name} keeps a state per sample: give num_samples, their number")
+            self.state = SampleState(num_samples, config.state_columns)
+        self.num_steps, self.step = num_steps or 1, 0
+
+    def _next_gamma(self, loss: ContrastiveLoss, device: torch.device) -> float:
+        """Return γ of a batch. The first one finds device and ranks, as a script may make the loss before either."""
+        world = World.current()
+        if world != loss.world:
+            for parameter in loss.parameters():
+                dist.broadcast(parameter.data, 0)
+                if parameter.requires_grad:
+                    parameter.register_hook(lambda gradient: world.sum(gradient / world.size))
+        if self.state is not None:
+            self.state = self.state.placed(world, device)
+        loss.world, loss.state = world, self.state
+        gamma = gamma_at(loss.config, self.step, self.num_steps)
+        self.step += loss.training
+        return gamma
+
+
+class SentencePairLoss(_PairLoss):
     """Contrastive loss of (anchor, positive) pairs for `sentence_transformers.SentenceTransformerTrainer`.
 
     It is any loss of `tempnet.contrastive.config` but cyclip. Those that keep a state per sample (sogclr, isogclr,
     tempnet) need `num_samples`, the number N of training pairs, and read the sample's id from the data set's column
-    `label`. A loss with a TempNet makes a new one for the embeddings of the `SentenceTransformer`, unless one is given.
+    `label`; those whose γ falls (fastclip, neuclip) need `num_steps`, the number of training batches of this process. A loss
+    with a TempNet makes a new one for the embeddings of the `SentenceTransformer`, unless one is given. Networks begin at
+    random: `loss.tempnet.init_prototypes` and `loss.bimodal.image_normaliser.init_prototypes` set them to embeddings.
+
+    With several processes all samples are negatives of each other, and the gradients of the loss's own parameters are
+    averaged. In eval mode or without gradients no id is read, nothing is stored, and every sample is on its first visit.
     """
 
     def __init__(
@@ -66,17 +109,17 @@ class SentencePairLoss(nn.Module):
         config: ContrastiveLossConfig,
         *,
         num_samples: int | None = None,
+        num_steps: int | None = None,
         tempnet: TempNet | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(config, num_samples, num_steps)
         self.model = model
-        world = World.current()
         encoder: Any = model
         size = int(encoder.get_embedding_dimension())
         if tempnet is None and config.kind.temperature == "tempnet":
             tempnet = new_tempnet(config, size)
-        state, normaliser = new_state(config, num_samples, world), NormaliserNet.for_loss(config, size)
-        self.loss = UnimodalLoss(config, tempnet=tempnet, normaliser=normaliser, state=state, world=world)
+        normaliser = NormaliserNet.for_loss(config, size)
+        self.loss = UnimodalLoss(config, tempnet=tempnet, normaliser=normaliser, state=self.state)
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """Return the loss of a batch of two columns, anchors and positives; `labels` (B,) are the ids of its samples.
@@ -89,24 +132,35 @@ class SentencePairLoss(nn.Module):
                 f"the data set has {len(embeddings)} columns of text, but 2 are needed: anchor and positive"
             )
         anchors, positives = embeddings
-        config = self.loss.bimodal.config
-        ids = _ids(config, labels, anchors)
-        output = self.loss(anchors, positives, ids, gamma=config.gamma)
-        return output["loss"]
+        bimodal, ids = self.loss.bimodal, _distinct_ids(anchors)
+        self.loss.train(self.training and torch.is_grad_enabled())  # the trainer puts only the encoder into eval mode
+        gamma = self._next_gamma(bimodal, anchors.device)
+        if (columns := bimodal.config.state_columns) and self.loss.training:
+            ids = _ids(bimodal.config, labels, anchors)
+        elif columns:
+            bimodal.state = SampleState(len(ids) * bimodal.world.size, columns, world=bimodal.world, device=ids.device)
+        return self.loss(anchors, positives, ids, gamma=gamma)["loss"]
 
 
-class ClipLoss(nn.Module):
+class ClipLoss(_PairLoss):
     """Contrastive loss between images and texts with the signature of `open_clip.ClipLoss`.
 
     `logit_scale` is not used: the temperature is that of the loss, whose parameters belong into the optimizer. With several
-    processes, average the gradients (as DistributedDataParallel does); all ranks' samples are negatives of each other. Losses
-    with networks need `embedding_size` d, those with a state per sample `num_samples`, the number N of training pairs.
+    processes all samples are negatives of each other, and the gradients of these parameters are averaged; average those of
+    the towers too, as DistributedDataParallel does. Losses with networks need `embedding_size` d, those with a state per
+    sample `num_samples`, the number N of training pairs, those whose γ falls `num_steps`, the number of training batches of
+    this process. Networks begin at random: `loss.image_tempnet.init_prototypes` and its like set them to embeddings.
     """
 
     def __init__(
-        self, config: ContrastiveLossConfig, *, embedding_size: int | None = None, num_samples: int | None = None
+        self,
+        config: ContrastiveLossConfig,
+        *,
+        embedding_size: int | None = None,
+        num_samples: int | None = None,
+        num_steps: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(config, num_samples, num_steps)
         networks: dict[str, Any] = {}
         has_tempnets = config.kind.temperature == "tempnet"
         if has_tempnets or config.kind.normaliser == "predicted":
@@ -117,8 +171,7 @@ class ClipLoss(nn.Module):
             for side in ("image", "text"):
                 networks[f"{side}_tempnet"] = new_tempnet(config, embedding_size) if has_tempnets else None
                 networks[f"{side}_normaliser"] = NormaliserNet.for_loss(config, embedding_size)
-        world = World.current()
-        self.loss = ContrastiveLoss(config, state=new_state(config, num_samples, world), world=world, **networks)
+        self.loss = ContrastiveLoss(config, state=self.state, **networks)
 
     def forward(
         self,
@@ -132,11 +185,12 @@ class ClipLoss(nn.Module):
     ) -> Tensor | dict[str, Tensor]:
         """Return the loss of a batch of unit vectors (B, d), or `{"contrastive_loss": loss}` with `output_dict`.
 
-        Losses with a state per sample need `ids` (B,), int64 in [0, N), else ValueError is raised. `logit_scale` and
-        `logit_bias` are not used.
+        Losses with a state per sample need `ids` (B,), int64 in [0, N), else ValueError is raised; pairs with the same id are
+        not negatives of each other. `logit_scale` and `logit_bias` are not used.
         """
         ids = _ids(self.loss.config, ids, image_features)
-        loss = self.loss(image_features, text_features, ids, ids, gamma=self.loss.config.gamma)["loss"]
+        gamma = self._next_gamma(self.loss, ids.device)
+        loss = self.loss(image_features, text_features, ids, ids, gamma=gamma)["loss"]
         return {"contrastive_loss": loss} if output_dict else loss
 
 
@@ -145,20 +199,14 @@ def new_tempnet(config: ContrastiveLossConfig, dim: int) -> TempNet:
     return TempNet(TempNetConfig.for_embeddings(dim, rho=config.rho, tau_min=config.tau_min, tau_max=config.tau_max))
 
 
-def new_state(config: ContrastiveLossConfig, num_samples: int | None, world: World) -> SampleState | None:
-    """Return a new state for N samples, or None for a loss that keeps none; a missing N raises ValueError."""
-    if not config.state_columns:
-        return None
-    if num_samples is None:
-        raise ValueError(f"the loss {config.name} keeps a state per sample: give num_samples, their number")
-    return SampleState(num_samples, config.state_columns, world=world)
-
-
 def _ids(config: ContrastiveLossConfig, ids: Tensor | None, like: Tensor) -> Tensor:
-    """Return the ids of a batch; for losses without a state per sample any distinct ones."""
-    if ids is not None and config.state_columns:
+    """Return the ids of a batch, distinct ones if none are given; losses with a state per sample raise ValueError then."""
+    if ids is not None:
         return ids.to(like.device).long()
     if config.state_columns:
         raise ValueError(f"the loss {config.name} keeps a state per sample: give the samples' ids")
-    world = World.current()
-    return torch.arange(len(like), device=like.device) + world.rank * len(like)
+    return _distinct_ids(like)
+
+
+def _distinct_ids(like: Tensor) -> Tensor:
+    return torch.arange(len(like), device=like.device) + World.current().rank * len(like)

@@ -108,6 +108,15 @@ class SampleState:
         }
         self.columns = {name: slots[:, :-1] for name, slots in self._slots.items()}
 
+    def placed(self, world: World, device: torch.device) -> SampleState:
+        """Return the state on a device; one that was made by a process alone is divided among the ranks."""
+        if world == self.world and all(column.device == device for column in self.columns.values()):
+            return self
+        placed = SampleState(self.num_samples, dict.fromkeys(self.columns, 0.0), world=world, device=device)
+        for name, column in self.columns.items():
+            placed.columns[name].copy_(column if world == self.world else column[:, world.rank :: world.size])
+        return placed
+
     @property
     def bytes_per_rank(self) -> int:
         """Size of this rank's columns in bytes."""

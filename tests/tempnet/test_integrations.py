@@ -21,7 +21,9 @@ from transformers import (
 )
 
 from tempnet import TempNet, TempNetConfig
-from tempnet.contrastive.config import ContrastiveLossConfig
+from tempnet.contrastive.config import ContrastiveLossConfig, gamma_at
+from tempnet.contrastive.losses import ContrastiveLoss
+from tempnet.contrastive.state import SampleState, World
 from tempnet.integrations import ClipLoss, SentencePairLoss, TrainerLoss
 from tempnet.loading import load_tempnet
 from tempnet.softmax.config import TemperatureLossConfig
@@ -78,11 +80,11 @@ def test_sentence_transformers_train_with_every_kind_of_loss(name: str, tmp_path
     body = Transformer(str(tmp_path))
     model = SentenceTransformer(modules=[body, Pooling(DIM)], device="cpu")
     config = ContrastiveLossConfig.for_name(name, rho=1.0)
-    loss = SentencePairLoss(model, config, num_samples=8)
+    loss = SentencePairLoss(model, config, num_samples=8, num_steps=2)
     pairs = [(f"w{number} w{number + 1}", f"w{number + 2} w{number}") for number in range(8)]
     columns = [model.tokenize([pair[side] for pair in pairs]) for side in (0, 1)]
     with torch.no_grad():
-        value = loss.eval()(columns, torch.arange(8))
+        value = loss(columns)
         if name == "clip_fixed":
             ends = torch.cat([F.normalize(model(column)["sentence_embedding"], dim=-1) for column in columns])
             similarities = (ends @ ends.T / config.tau).fill_diagonal_(-torch.inf)
@@ -95,8 +97,15 @@ def test_sentence_transformers_train_with_every_kind_of_loss(name: str, tmp_path
     )  # fmt: skip
     anchors, positives = zip(*pairs, strict=True)
     data = Dataset.from_dict({"anchor": anchors, "positive": positives, "label": range(8)})
-    result = SentenceTransformerTrainer(model, options, train_dataset=data, loss=loss).train()
-    assert torch.isfinite(torch.tensor(result.training_loss))
+    trainer = SentenceTransformerTrainer(model, options, train_dataset=data, loss=loss)
+    assert torch.isfinite(torch.tensor(trainer.train().training_loss))
+    stored = None if loss.state is None else loss.state.columns["log_u"].clone()
+    assert stored is None or stored.isfinite().all()
+    # An evaluation set has other samples with ids of their own, or none.
+    for held_out in (data.map(lambda row: {"label": row["label"] + 4}), data.remove_columns("label")):
+        trainer.evaluate(held_out)
+        assert stored is None or torch.equal(loss.state.columns["log_u"], stored)
+    assert loss.step == 2
 
 
 @pytest.mark.parametrize("name", ["clip", "tempnet", "isogclr", "temperature_free", "siglip", "tempnet_neuclip"])
@@ -104,7 +113,7 @@ def test_the_loss_of_open_clip_has_the_same_signature(name: str) -> None:
     torch.manual_seed(0)
     image, text = (F.normalize(torch.randn(6, DIM), dim=-1).requires_grad_() for _ in range(2))
     config = ContrastiveLossConfig.for_name(name, rho=1.0)
-    loss = ClipLoss(config, embedding_size=DIM, num_samples=10)
+    loss = ClipLoss(config, embedding_size=DIM, num_samples=10, num_steps=4)
     ids = torch.arange(6) if config.state_columns else None
     value = loss(image_features=image, text_features=text, logit_scale=torch.tensor(100.0), output_dict=True, ids=ids)
     value["contrastive_loss"].backward()
@@ -113,9 +122,37 @@ def test_the_loss_of_open_clip_has_the_same_signature(name: str) -> None:
         similarities = image @ text.T
         expected = (cross_entropy(similarities, config.tau) + cross_entropy(similarities.T, config.tau)) / 2
         torch.testing.assert_close(value["contrastive_loss"], expected)
+        rows = torch.tensor([0, 1, 2, 3, 0])  # a pair that is in the batch twice is no negative of itself
+        torch.testing.assert_close(
+            loss(image[rows], text[rows], ids=rows),
+            ContrastiveLoss(config)(image[rows], text[rows], torch.arange(5), rows, gamma=1.0)["loss"],
+        )
     if config.state_columns:
         with pytest.raises(ValueError, match="give the samples' ids"):
             loss(image, text)
+
+
+def test_gamma_falls_with_every_batch_of_training() -> None:
+    image, text = F.normalize(torch.randn(2, 6, DIM, generator=torch.Generator().manual_seed(0)), dim=-1)
+    config, ids = ContrastiveLossConfig.for_name("fastclip_v1"), torch.arange(6)
+    with pytest.raises(ValueError, match="γ of the loss fastclip_v1 falls during the training: give num_steps"):
+        ClipLoss(config, num_samples=6)
+    loss = ClipLoss(config, num_samples=6, num_steps=4)
+    reference = ContrastiveLoss(config, state=SampleState(6, config.state_columns))
+    for step in range(4):
+        part = image.roll(step, 0)
+        expected = reference(part, text, ids, ids, gamma=gamma_at(config, step, 4))["loss"]
+        assert loss(part, text, ids=ids) == expected
+        loss.eval()(part, text, ids=ids)  # counts for nothing
+        loss.train()
+
+
+def test_a_state_is_placed_where_the_batches_are() -> None:
+    state = SampleState(8, {"log_u": 0.0})
+    state.fill("log_u", torch.arange(1.0, 17.0).view(2, 8))
+    part = state.placed(World(1, 3), torch.device("cpu"))
+    assert part.columns["log_u"].tolist() == [[2.0, 5.0, 8.0], [10.0, 13.0, 16.0]]
+    assert part.placed(World(1, 3), torch.device("meta")).columns["log_u"].is_meta
 
 
 class LocalHub:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from tempnet.contrastive.config import LOSS_KINDS
 from tempnet.contrastive.state import SampleState, World
 from tempnet.contrastive.unimodal import UnimodalLoss
+from tempnet.integrations import SentencePairLoss
 from tempnet.models.batch_norm import SynchronizedBatchNorm
 from tempnet.soft_triple import supervised_contrastive_loss
 from tests.tempnet.contrastive.dense import NUM_SAMPLES, make_batch, make_config, make_loss, make_unimodal_loss, run
@@ -127,14 +128,49 @@ def module_case(name: str, world: World) -> Values:
     return values | {f"grad.{key}": parameter.grad for key, parameter in module.named_parameters()}
 
 
+class Encoder(nn.Linear):
+    """Stands for a SentenceTransformer."""
+
+    def get_embedding_dimension(self) -> int:
+        return self.out_features
+
+    def forward(self, column: dict[str, Tensor]) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"sentence_embedding": super().forward(column["x"])}
+
+
+def make_pair_loss(seed: int) -> SentencePairLoss:
+    torch.manual_seed(seed)
+    config = make_config("tempnet", gamma_schedule="cosine")
+    return SentencePairLoss(Encoder(6, 6), config, num_samples=NUM_SAMPLES, num_steps=3)
+
+
+def pair_case(loss: SentencePairLoss, world: World) -> Values:
+    """Return losses of two steps and an evaluation after each, this rank's gradients, and its part of the state."""
+    loss.model.load_state_dict({"weight": torch.eye(6) + 0.1, "bias": torch.arange(6.0)})
+    found: Values = {}
+    for step in range(2):
+        part = make_batch(12, seed=7 + step).to(torch.float32).part(world.part(12))
+        columns = [{"x": part.image.detach().repeat(1, 2)[:, :6]}, {"x": part.text.detach().repeat(1, 2)[:, :6]}]
+        loss.zero_grad()
+        value = loss(columns, part.ids)
+        value.backward()
+        with torch.no_grad():
+            found |= {f"loss.{step}": value.detach(), f"loss.{step}, evaluated": loss(columns, part.ids + NUM_SAMPLES)}
+        found |= {f"{step}.{key}": parameter.grad.clone() for key, parameter in loss.named_parameters()}
+    assert loss.state is not None
+    return found | {"state": loss.state.columns["log_u"]}
+
+
 def work(rank: int, directory: Path) -> None:
     torch.set_num_threads(1)
+    pair_loss = make_pair_loss(rank)  # before there is a process group, as scripts make it
     dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=SIZE)
     world = World.current()
     values: dict[str, Any] = {f"loss {name}": loss_case(name, world, directory) for name in LOSSES}
     values |= {f"norm {name}": norm_case(name, NORM_ROWS[rank]) for name in NORMS}
     values |= {f"module {name}": module_case(name, world) for name in MODULES}
     values["supervised"] = supervised_case(world)
+    values["pairs"] = pair_case(pair_loss, world)
     torch.save(values, directory / f"rank-{rank}.pt")
     # All ranks must see a wrong id, whoever has it: no rank may be left waiting in a collective.
     part = make_batch(12).part(world.part(12))
@@ -187,6 +223,20 @@ def test_the_supervised_contrastive_loss(ranks: Ranks) -> None:
     alone, found = supervised_case(World.alone()), [part["supervised"] for part in ranks[1]]
     torch.testing.assert_close(torch.stack([part["loss"] for part in found]).sum(), alone["loss"])
     torch.testing.assert_close(torch.cat([part["gradient"] for part in found]), alone["gradient"])
+
+
+def test_the_loss_for_sentence_transformers(ranks: Ranks) -> None:
+    alone, found = pair_case(make_pair_loss(0), World.alone()), [part["pairs"] for part in ranks[1]]
+    for key, value in alone.items():
+        if key == "state":
+            for rank, part in enumerate(found):
+                torch.testing.assert_close(part[key], value[:, rank::SIZE], rtol=1e-5, atol=1e-5)
+        elif ".model." in key:  # the trainer averages the gradients of the encoder
+            mean = torch.stack([part[key] for part in found]).mean(0)
+            torch.testing.assert_close(mean, value, rtol=1e-4, atol=1e-6)
+        else:
+            assert all(torch.equal(part[key], found[0][key]) for part in found), key
+            torch.testing.assert_close(found[0][key], value, rtol=1e-4, atol=1e-6, msg=key)
 
 
 def test_a_wrong_id_stops_every_rank(ranks: Ranks) -> None:
