@@ -31,7 +31,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, Pre
 from transformers.generation import GenerationMode
 
 from tempnet.devices import run_device
-from tempnet.models.output_head import find_output_head, output_weight
+from tempnet.models.output_head import find_output_head, output_scale, output_weight
 from tempnet.network import TempNet
 from tempnet.softmax.fold import FoldCache, can_fold_network
 
@@ -235,7 +235,7 @@ def attach(base: PreTrainedModel, tempnet: TempNet, fold: CachedFold | None = No
     attached, hidden = Attached(tempnet), list[Tensor]()
 
     def read_hidden(head: nn.Module, inputs: tuple[Any, ...]) -> None:
-        hidden[:] = [inputs[0][:, -1]]
+        hidden[:] = [inputs[0][:, -1] * output_scale(base)]
         if fold is not None:
             attached.last = fold.temperatures(hidden[0])
 
@@ -271,16 +271,12 @@ def attach(base: PreTrainedModel, tempnet: TempNet, fold: CachedFold | None = No
 
 
 @contextmanager
-def record_hidden_states(base: PreTrainedModel, *, passes_all: bool = True) -> Iterator[list[Tensor]]:
-    """Put what the output layer reads in every forward pass, the hidden states (B, T, d), into the list that is given.
-
-    Without `passes_all` the output layer gets the last position only, where the logits are not needed.
-    """
+def record_hidden_states(base: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """Put the hidden states (B, T, d) of every forward pass, as TempNets read them, into the list that is given."""
     seen: list[Tensor] = []
 
-    def read(head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        seen.append(inputs[0])
-        return None if passes_all else (inputs[0][:, -1:],)
+    def read(head: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        seen.append(inputs[0] * output_scale(base))
 
     handle = base.get_output_embeddings().register_forward_pre_hook(read)
     try:

@@ -61,6 +61,12 @@ class OutputHead:
         return hidden if self.scale == 1.0 else hidden * self.scale
 
 
+def output_scale(base: Any) -> float:
+    """Return the factor of W h + b, which TempNets read h times, in training as elsewhere."""
+    config = base.config.get_text_config()
+    return float(getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0))
+
+
 def output_weight(base: Any) -> tuple[Tensor, Tensor | None]:
     """Return the output weight W (V or more, d) and the bias b, or None.
 
@@ -84,8 +90,7 @@ def find_output_head(base: PreTrainedModel) -> OutputHead | None:
             torch.default_generator.manual_seed(0)
             base = small_model(base)
     config = base.config.get_text_config()
-    scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
-    head = OutputHead(scale=float(scale), soft_cap=getattr(config, "final_logit_softcapping", None))
+    head = OutputHead(scale=output_scale(base), soft_cap=getattr(config, "final_logit_softcapping", None))
     was_training = base.training
     base.eval()
     ids = torch.arange(_NUM_PROBES, device=input_device(base)).unsqueeze(0) % config.vocab_size

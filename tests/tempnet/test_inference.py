@@ -16,7 +16,15 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
 from tempnet import TempNet, TempNetConfig
 from tempnet.devices import is_spread
-from tempnet.inference import CachedFold, TemperatureLogitsProcessor, attach, can_fold, check_generation, generate
+from tempnet.inference import (
+    CachedFold,
+    TemperatureLogitsProcessor,
+    attach,
+    can_fold,
+    check_generation,
+    generate,
+    record_hidden_states,
+)
 from tempnet.loading import load_causal_lm
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.softmax.config import TemperatureLossConfig
@@ -136,10 +144,13 @@ def test_logits_that_are_more_than_a_product_do_not_fold() -> None:
         assert attached.last is before, "it still listens after its end"
         state_size = base.config.hidden_size
         network = TempNet(TempNetConfig.for_hidden(VOCABULARY, state_size, with_logits=True, rho=1.0, hidden_size=8))
-        with attach(base, network) as attached, torch.no_grad():
-            output = base(input_ids=tokens, output_hidden_states=True)
-            expected = network(output.logits[:, -1, :VOCABULARY], output.hidden_states[-1][:, -1])
-            torch.testing.assert_close(attached.last, expected, rtol=1e-5, atol=1e-5)
+        for options in ({}, {"normalize_input": False}):
+            network = make_tempnet(kind="both", state_size=state_size, **options)
+            expected = tau_of_training(base, network, tokens[0], train=True)
+            with attach(base, network) as attached, record_hidden_states(base) as seen, torch.no_grad():
+                logits = base(input_ids=tokens).logits[0, :, :VOCABULARY]
+                torch.testing.assert_close(attached.last, expected[-1:], rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(network(logits, seen[0][0]), expected, rtol=1e-5, atol=1e-5)
     for changes in ({"transform": False}, {"input_shift": "max"}):
         assert not can_fold(make_base("gpt2"), make_tempnet(**changes))
         with pytest.raises(ValueError, match="no transform layer, or input_shift = 'max'"):

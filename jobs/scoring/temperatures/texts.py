@@ -118,7 +118,7 @@ class TokenChunk(NamedTuple):
     """Some of the new tokens of a batch: as many as have room for their logits."""
 
     hidden: Tensor
-    """(n, d) what the output layer reads."""
+    """(n, d) hidden states, as TempNets read them."""
     targets: Tensor
     """(n,) int64: the tokens."""
     logits: Callable[[], Tensor]
@@ -150,15 +150,16 @@ class TokenReader:
         if self._head is None:
             with record_hidden_states(self._base) as seen:
                 logits = self._base(input_ids=input_ids, use_cache=False).logits[is_new]
-            hidden = seen[0].to(self._device)[is_new]
+            states = hidden = seen[0].to(self._device)[is_new]
         else:
             hidden = self._base.base_model(input_ids=input_ids, use_cache=False)[0].to(self._device)[is_new]
+            states = self._head.scaled(hidden)
         wanted = targets[is_new]
         size = max(1, _NUM_LOGITS_AT_ONCE // self._vocab_size)
         for at in range(0, len(hidden), size):
             rows = slice(at, at + size)
             part = None if logits is None else logits[rows]
-            yield TokenChunk(hidden[rows], wanted[rows], partial(self._logits, hidden[rows], part))
+            yield TokenChunk(states[rows], wanted[rows], partial(self._logits, hidden[rows], part))
 
     def _logits(self, hidden: Tensor, logits: Tensor | None) -> Tensor:
         if logits is None:

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from prediction_support import CONTEXT_LENGTH, VOCAB_SIZE, save_tiny_model, some_texts
+from prediction_support import CONTEXT_LENGTH, NUM_LOGITS, VOCAB_SIZE, save_tiny_model, some_texts
 from scipy.stats import spearmanr
 from transformers import AutoModelForCausalLM
 
@@ -30,6 +30,7 @@ from pipelines.text.tokenization import load_tokenizer
 from tempnet.inference import can_fold
 from tempnet.network import PAIRED_DIRECTORY, TempNet
 from tempnet.network_config import TempNetConfig
+from tests.tempnet.tiny_language_models import make_base
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def direct(model: Path, ids: np.ndarray, stride: int) -> tuple[np.ndarray, ...]:
         window = stream[start : min(start + CONTEXT_LENGTH, len(ids))]
         output = base(window.unsqueeze(0), output_hidden_states=True)
         logits = output.logits[0, :, :VOCAB_SIZE].double()
-        tau = network(logits.float(), output.hidden_states[-1][0])
+        tau = network(logits.float(), output.hidden_states[-1][0] * getattr(base.config, "logit_scale", 1.0))
         entropy = torch.distributions.Categorical(logits=logits).entropy()
         at_tau = torch.distributions.Categorical(logits=logits / tau[:, None])
         for place in range(len(window)):
@@ -81,10 +82,14 @@ def direct(model: Path, ids: np.ndarray, stride: int) -> tuple[np.ndarray, ...]:
 def test_every_token_has_the_temperature_of_a_direct_forward(
     tmp_path: Path, text: Path, stride: int, with_bias: bool, reads: str
 ) -> None:
-    model = save_tiny_model(tmp_path, with_bias=with_bias)
+    model, has_scale = save_tiny_model(tmp_path, with_bias=with_bias), reads == "both"
+    if has_scale:
+        scaled = make_base("cohere", logit_scale=0.05, vocab_size=NUM_LOGITS, max_position_embeddings=CONTEXT_LENGTH)
+        scaled.save_pretrained(model)
     base = AutoModelForCausalLM.from_pretrained(model)
     if reads:
         sizes = {"rho": 1.0, "hidden_size": 8, "num_prototypes": 4, "with_logits": reads == "both"}
+        sizes["normalize_input"] = not has_scale  # else no scale is seen
         network = TempNet(TempNetConfig.for_hidden(VOCAB_SIZE, base.config.hidden_size, **sizes))
         for parameter in network.parameters():
             torch.nn.init.normal_(parameter, std=1.5)
