@@ -6,7 +6,7 @@ it to every request that does not say otherwise; by default a request must ask f
     tempnet             true or false (also 1, 0, "on", "off"): whether its tokens are sampled at predicted temperatures
     tempnet_tau_max     τ_max of this request, which takes the place of the TempNet's own
     tempnet_tau         a constant τ in the place of predicted ones
-    tempnet_then        what follows: true or "on", false or "off", or a constant τ (a number; 1 is "off")
+    tempnet_then        what follows: "on", "off" (or 0), or a constant τ; 1 is refused, as vLLM turns true into it: say 1.0
     tempnet_then_after  number of generated tokens after which it follows
     tempnet_then_at     token after which it follows: its id, or its text, such as "</think>"
 
@@ -76,9 +76,11 @@ class RequestTemperature:
         others = (TAU_MAX_ARGUMENT, TAU_ARGUMENT, THEN_ARGUMENT, AFTER_ARGUMENT, AT_ARGUMENT)
         if is_on is None and any(name in given for name in others):
             is_on = True
-        if isinstance(then, str):
+        if type(then) is int and then == 1:
+            raise ValueError(f"{THEN_ARGUMENT} = 1 may be a τ, or a true that became a number: say 1.0, 'on' or 'off'")
+        if isinstance(then, str | bool) or then == 0:
             then = _parse_switch(THEN_ARGUMENT, then)
-        elif then is not None and not isinstance(then, bool):
+        elif then is not None:
             then = _parse_positive(THEN_ARGUMENT, then)
         after, at = given.get(AFTER_ARGUMENT), given.get(AT_ARGUMENT)
         if after is not None and (type(after) is not int or after < 1):

@@ -207,7 +207,7 @@ PHASES: list[tuple[dict[str, Any], float | None, float | None, Callable[[list[in
     ({"tempnet_tau": 0.7, "tempnet_then": "on", "tempnet_then_at": 9, "tempnet_tau_max": 3}, -0.7, 3.0, lambda new: 9 in new),
     ({"tempnet": "off", "tempnet_then": True, "tempnet_then_at": 9, "tempnet_then_after": 6}, None, 1.4,
      lambda new: 9 in new or len(new) >= 6),
-    ({"tempnet_then": False, "tempnet_then_at": "nine"}, 1.4, None, lambda new: 9 in new),
+    ({"tempnet_then": 0, "tempnet_then_at": "nine"}, 1.4, None, lambda new: 9 in new),
     ({"tempnet_tau": 1.3}, -1.3, -1.3, lambda new: False),
     ({"tempnet": 0}, None, None, lambda new: False),
 ]  # fmt: skip
@@ -324,6 +324,7 @@ def test_a_request_that_cannot_have_it_is_refused(
     [
         ({"tempnet_tau": 0}, "tempnet_tau = 0 must be a finite number above 0"),
         ({"tempnet_then": "on"}, "tempnet_then needs tempnet_then_after or tempnet_then_at"),
+        ({"tempnet_then": 1, "tempnet_then_at": 3}, "tempnet_then = 1 may be a τ, or a true that became a number"),
         ({"tempnet_then": 0.5, "tempnet_then_after": 0}, "tempnet_then_after = 0 must be a whole number"),
         ({"tempnet_then": 0.5, "tempnet_then_at": -3}, "tempnet_then_at = -3 must be the id of a token"),
     ],
