@@ -9,7 +9,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -90,12 +89,6 @@ def test_a_contrastive_loss_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(gradient, wanted)
     assert loss.state is not None
     assert loss.state.columns["log_u"].isfinite().sum() == 2 * len(ids)
-
-
-@pytest.mark.parametrize("temperature", ["per_sample", "given"])
-def test_an_in_batch_loss_keeps_no_temperature_per_sample(temperature: Literal["per_sample", "given"]) -> None:
-    with pytest.raises(ValueError, match="needs the normaliser global"):
-        contrastive.LossKind(temperature, "in_batch")
 
 
 @dataclass(frozen=True)

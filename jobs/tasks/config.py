@@ -214,7 +214,7 @@ class ContrastiveSection(TempNetSection, ContrastiveOptions):
     temperature, 0.001 for the others."""
     tau_max: float | None = None
     """τ_max, the upper bound of the temperature. None: 1 for losses that are normalised over the batch or learn one
-    temperature, 0.05 for the others."""
+    temperature, 0.05 for the others. Quantiles and histograms count a τ of a table beyond τ₀ or τ_max as that bound."""
     gamma_schedule: Literal["constant", "cosine"] | None = field(
         default=None, metadata=stands_for("resolved_gamma_schedule")
     )

@@ -24,7 +24,7 @@ A loss is a combination of a temperature and a normaliser:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tempnet.rho import check_rho
@@ -41,14 +41,6 @@ class LossKind:
     """Whether γ follows the cosine schedule unless another one is chosen."""
     is_unscaled: bool = False
     """Whether the global loss is log u, and not τ·(log u + ρ)."""
-
-    def __post_init__(self) -> None:
-        if self.normaliser != "global" and self.temperature in ("per_sample", "given"):
-            raise ValueError(f"temperature = {self.temperature} is kept per sample, which needs the normaliser global")
-        if self.normaliser == "none" and self.temperature != "learned":
-            raise ValueError(
-                f"temperature = {self.temperature}: the normaliser none needs learned, which has the bias too"
-            )
 
     @property
     def uses_rho(self) -> bool:
@@ -169,7 +161,11 @@ class ContrastiveLossConfig(ContrastiveOptions):
         start = 0.1 if kind and kind.normaliser == "none" else 0.07
         wide = {"tau": start, "tau_min": 0.01, "tau_max": 1.0} if is_wide else {}
         given = {field: value for field, value in changes.items() if value is not None}
-        return cls(name=name, **wide | given)
+        loss = cls(name=name, **wide | given)
+        if loss.kind.temperature != "fixed":
+            return loss
+        # the range of statistics
+        return replace(loss, tau_min=min(loss.tau_min, loss.tau), tau_max=max(loss.tau_max, loss.tau))
 
     @property
     def kind(self) -> LossKind:

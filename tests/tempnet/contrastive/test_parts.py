@@ -127,6 +127,16 @@ def test_statistics_of_halves_add_up_and_figures_are_those_of_the_values() -> No
         assert summary[f"tau_q{share:02d}"] == pytest.approx(float(exact.flatten().quantile(share / 100)), abs=0.001)
 
 
+def test_quantiles_of_a_fixed_temperature_are_it() -> None:
+    for tau in (0.1, 0.0001):
+        config = ContrastiveLossConfig.for_name("sogclr", tau=tau)
+        output: ContrastiveOutput = {
+            "loss": torch.zeros(()), "tau": torch.full((2, 4), tau), "log_u": None, "dual_gradient": None
+        }  # fmt: skip
+        summary = PairStatistics.of(output, config).summary()
+        assert [summary["tau_mean"], summary["tau_q50"]] == pytest.approx([tau, tau], abs=5e-4)
+
+
 def test_statistics_leave_out_what_a_loss_does_not_have() -> None:
     summary = statistics_of(torch.full((2, 4), 0.01)).summary()
     assert summary["tau_std"] == pytest.approx(0.0, abs=1e-9)
