@@ -14,8 +14,8 @@ The cursor of a run, which is all that is needed to resume it, is a single numbe
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -57,6 +57,8 @@ class StreamPlan:
     """Number of items that complete a window: shards are added to it until it holds this many or the epoch ends."""
     part_sizes: tuple[int, ...] = ()
     """Number of shards in every part, whose shards are consecutive. If empty, every shard is a part of its own."""
+    identity: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Hashes by which other data are recognised. What is not known yet of data that are still being prepared is absent."""
 
     def __post_init__(self) -> None:
         assert not self.part_sizes or sum(self.part_sizes) == len(self.shard_sizes)

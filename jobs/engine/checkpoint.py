@@ -43,6 +43,7 @@ from jobs.engine.resumption import (
     write_file_list,
 )
 from jobs.engine.worker import WorkerContext
+from pipelines.plan import StreamPlan
 from pipelines.storage import resolve
 
 # Pickle this enum by value, as Python 3.11.7 does. Python 3.11.2 (Debian 12) pickles enum members as a call of getattr,
@@ -72,6 +73,8 @@ class RunState:
     """Step and scores of every validation so far."""
     order_version: int = 1
     """Version of the order in which training data are read (`pipelines.plan.StreamPlan.order_version`)."""
+    data_identity: dict[str, str] = field(default_factory=dict)
+    """Hashes of the training data (`pipelines.plan.StreamPlan.identity`); those that the run never knew are absent."""
     store_retries: int = 0
     """Number of requests to object stores that were repeated (`pipelines.store_errors`)."""
     batches_digest: str = ""
@@ -191,7 +194,7 @@ def check_checkpoint(directory: Path, *, rank: int, world_size: int, group: dist
         raise DamagedCheckpointError("; ".join(filter(None, problems)))
 
 
-def read_state(directory: Path, config: TrainingConfig, *, order_version: int) -> RunState:
+def read_state(directory: Path, config: TrainingConfig, plan: StreamPlan) -> RunState:
     """Read the state of the run from a checkpoint, which is all that is needed to start reading data.
 
     What concerns the other run alone is left out if a run starts from another one's checkpoint: the rating of that run's
@@ -201,11 +204,16 @@ def read_state(directory: Path, config: TrainingConfig, *, order_version: int) -
     if isinstance(counts := values.get("store_retries"), dict):  # earlier versions counted by store and reason
         values["store_retries"] = sum(number for reasons in counts.values() for number in reasons.values())
     state = RunState(**values)
-    if state.order_version != order_version:
+    if state.order_version != plan.order_version:
         raise FatalTrainingError(
             f"the checkpoint of step {state.step} was written by a program that reads these data in another order (version "
-            f"{state.order_version}; this program has version {order_version}), so that some samples would be repeated and "
-            "others left out: finish the run with the program that began it, or begin again under another run.name"
+            f"{state.order_version}; this program has version {plan.order_version}), so that some samples would be repeated "
+            "and others left out: finish the run with the program that began it, or begin again under another run.name"
+        )
+    if changed := [name for name, digest in plan.identity.items() if state.data_identity.get(name, digest) != digest]:
+        raise FatalTrainingError(
+            f"the training data are not those of the checkpoint of step {state.step}, they have other "
+            f"{' and '.join(changed)}: restore the data that the run began with, or begin again under another run.name"
         )
     if state.step == config.run.start_step:  # the run's own checkpoints are of later steps
         return replace(state, best_rating=None, unsent_metrics=[], store_retries=0, batches_digest="")

@@ -120,8 +120,7 @@ class TrainingLoop:
         state = RunState()
         if directory:
             check_checkpoint(directory, rank=self.rank, world_size=self.world_size, group=self.host_group)
-            version = self.task.stream.plan.order_version
-            state = read_state(directory, config, order_version=version)
+            state = read_state(directory, config, self.task.stream.plan)
         self.num_threads = self._set_num_threads(state, shares_cores=job.shares_cores)
         self.first_step = self.step = state.step
         self.num_units, self.seconds_before = state.num_units, state.seconds_trained
@@ -166,6 +165,7 @@ class TrainingLoop:
         self.metrics_to_report: dict[str, float] = {}
         self.losses: list[Tensor] = []
         self.batches_digest = state.batches_digest
+        self.data_identity = {**state.data_identity, **self.task.stream.plan.identity}
         self.total, self.since_report = Throughput(), Throughput()
         gc.set_threshold(10_000)  # cycles that steps leave may hold memory
 
@@ -413,6 +413,7 @@ class TrainingLoop:
             num_units=self.num_units,
             num_threads=self.num_threads,
             order_version=self.task.stream.plan.order_version,
+            data_identity=self.data_identity,
             store_retries=self.retry_log.total,
             batches_digest=self.batches_digest,
             **(states[0] if self.is_alone else {"best_rating": None, "unsent_metrics": [], "members": states}),

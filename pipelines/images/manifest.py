@@ -113,7 +113,8 @@ class ImageManifest:
 
     def plan(self, *, seed: int, window_size: int) -> StreamPlan:
         """Return the order in which training visits the pairs."""
-        return StreamPlan(shard_sizes=self.shard_sizes, seed=seed, window_size=window_size)
+        identity = {"pairs": self.digest}
+        return StreamPlan(shard_sizes=self.shard_sizes, seed=seed, window_size=window_size, identity=identity)
 
     @cached_property
     def shard_sizes(self) -> tuple[int, ...]:

@@ -23,9 +23,17 @@ from ray.actor import ActorHandle
 from pipelines.plan import StreamPlan
 from pipelines.prepare import read_records
 from pipelines.problems import TooManyProblemsError, check_problems
-from pipelines.storage import compute_digest, read_json, write_json
+from pipelines.storage import read_json, write_json
 from pipelines.store_errors import RETRIES
-from pipelines.text.manifest import ArchiveEntry, Layout, Manifest, ShardEntry, archive_from_json, make_row_keys
+from pipelines.text.manifest import (
+    ArchiveEntry,
+    Layout,
+    Manifest,
+    ShardEntry,
+    archive_from_json,
+    archives_digest,
+    make_row_keys,
+)
 from pipelines.text.prepare import PartTask, PrepareConfig, locate_text
 
 # A part's shards are numbered from the part's number times this, because the number of the shards of other parts is
@@ -45,6 +53,8 @@ class GrowingManifest:
     """Name of every part, in stored order."""
     preparer: ActorHandle
     """The `PartPreparer` of the run."""
+    digest: str
+    """Hash of what the data are prepared from (`archives_digest`); the hash of the rows is not known yet."""
     check_num_rows: Callable[[int], None] | None = None
     """Function that refuses a number of all rows by an error; it is called once the number is known."""
 
@@ -54,17 +64,13 @@ class GrowingManifest:
 
     def plan(self, *, seed: int, window_size: int) -> GrowingPlan:
         """Return the order of the items, which is that of the complete data."""
-        return GrowingPlan(shard_sizes=(), seed=seed, window_size=window_size, parts=self)
+        identity = {"archives": self.digest}
+        return GrowingPlan(shard_sizes=(), seed=seed, window_size=window_size, identity=identity, parts=self)
 
     @property
     def num_rows(self) -> None:
         """Number of rows: None, because it is not known yet."""
         return None
-
-    @property
-    def digest(self) -> str:
-        """Hash of 16 hex digits of what the data are prepared from; the hash of the rows is not known yet."""
-        return compute_digest(self.directory.rsplit("/", 1)[-1])
 
     @property
     def problems(self) -> Counter[str]:
@@ -190,6 +196,7 @@ def load_or_grow(
             layout=task.layout,
             part_names=tuple(part.name for part in task.parts),
             preparer=preparer,
+            digest=archives_digest(task.layout, task.archives),
             check_num_rows=check_num_rows,
         )
     if check_num_rows is not None:
@@ -249,6 +256,7 @@ class PartPreparer:
             self._start_parts()
             await asyncio.shield(self._running[part])
         self._start_parts()
+        self._finish()  # all parts may have been there without a manifest, as a killed preparation leaves them
         self._check()
         return [shard.num_rows for shard in self._entries[part].shards]
 
@@ -272,13 +280,17 @@ class PartPreparer:
             record, retries = await (self._begun.pop(part) if part in self._begun else self._submit(part))
             RETRIES.add(retries)
             self._entries[part] = archive_from_json(record)
-            if len(self._entries) == len(self._order):
-                self._finished = self._task.finish([asdict(entry) for entry in self._list_entries()])
-                self._finished.save()
+            self._finish()
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         finally:
             del self._running[part]
+
+    def _finish(self) -> None:
+        """Write the manifest, once all parts are there."""
+        if self._finished is None and len(self._entries) == len(self._order):
+            self._finished = self._task.finish([asdict(entry) for entry in self._list_entries()])
+            self._finished.save()
 
     def _list_entries(self) -> list[ArchiveEntry]:
         return [self._entries[part] for part in sorted(self._entries)]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from pipelines.archives import Archive
 from pipelines.plan import StreamPlan
 from pipelines.problems import lost_name
 from pipelines.storage import compute_digest, read_manifest, write_manifest
@@ -116,7 +117,13 @@ class Manifest:
 
     def plan(self, *, seed: int, window_size: int) -> StreamPlan:
         """Return the order in which training visits the rows."""
-        return StreamPlan(shard_sizes=self.shard_sizes, part_sizes=self.part_sizes, seed=seed, window_size=window_size)
+        return StreamPlan(
+            shard_sizes=self.shard_sizes,
+            part_sizes=self.part_sizes,
+            seed=seed,
+            window_size=window_size,
+            identity={"archives": archives_digest(self.layout, self.archives), "rows": self.digest},
+        )
 
     @cached_property
     def num_rows(self) -> int:
@@ -175,6 +182,11 @@ class Manifest:
             layout=_LAYOUTS[content["layout"].pop("kind")](**content["layout"]),
             archives=[archive_from_json(entry) for entry in content["archives"]],
         )
+
+
+def archives_digest(layout: Layout, archives: Sequence[Archive | ArchiveEntry]) -> str:
+    """Return a hash, as 16 hex digits, of what is known of a text before it is read: layout and sizes of archives."""
+    return compute_digest([layout.label, [archive.num_bytes for archive in archives]])
 
 
 def part_name(archive: int, part: int) -> str:

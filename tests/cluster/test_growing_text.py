@@ -97,6 +97,13 @@ def test_preparing_runs_ahead_by_a_bounded_number_of_parts_and_goes_on_from_them
     for part in order:
         assert again.part(part)
     assert all((Path(growing.directory) / f"{name}.json").stat().st_mtime_ns == times[name] for name in expected)
+    (Path(growing.directory) / "manifest.json").unlink()  # all parts are there, as where a preparation was killed
+    whole = grow(source, corpus, tmp_path)
+    assert whole.plan(seed=SEED, window_size=WINDOW).part(0)
+    manifest = whole.latest()
+    assert isinstance(manifest, Manifest)
+    identity = manifest.plan(seed=SEED, window_size=WINDOW).identity
+    assert identity["archives"] == whole.plan(seed=SEED, window_size=WINDOW).identity["archives"]
 
 
 def test_too_many_lost_records_and_a_file_that_is_gone_end_the_reading(

@@ -23,6 +23,7 @@ from jobs.tasks.classifier.config import ClassifierConfig, LabelledSection, soft
 from pipelines.plan import StreamPlan
 from pipelines.problems import TooManyProblemsError
 from pipelines.sentences.senteval import Examples, LabelledSource, SentenceTask, read_labelled, read_task
+from pipelines.storage import compute_digest
 from pipelines.stream import Batch
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.contrastive.state import World
@@ -48,10 +49,14 @@ class ClassifierTask(Task[ClassifierConfig]):
 
     def __init__(self, config: ClassifierConfig, rank: int, world_size: int) -> None:
         self.labelled, self.train, self.held_out = read_fold(config)
+        number = len(self.train)
+        identity = {
+            "sentences": compute_digest(self.train.read(np.zeros(number), np.arange(number), 0)["digest"].tolist())
+        }
         super().__init__(
             config,
             self.train,
-            plan=StreamPlan(shard_sizes=(len(self.train),), seed=config.run.seed, window_size=len(self.train)),
+            plan=StreamPlan(shard_sizes=(number,), seed=config.run.seed, window_size=number, identity=identity),
             rank=rank,
             world_size=world_size,
             num_readers=0,

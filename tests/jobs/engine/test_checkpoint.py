@@ -11,6 +11,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -46,8 +47,10 @@ from jobs.engine.resumption import (
     write_file_list,
     write_record,
 )
+from pipelines.plan import StreamPlan
 
 CONFIG = TrainingConfig(run=RunSection(name="run"))
+PLAN = StreamPlan(shard_sizes=(8,), seed=0)
 
 
 def test_a_stage_is_pickled_by_its_value_whatever_the_python_and_other_classes_are_refused(tmp_path: Path) -> None:
@@ -68,13 +71,32 @@ def test_a_checkpoint_of_a_program_with_another_order_of_the_data_is_refused(tmp
     state = asdict(RunState())
     del state["order_version"]
     (tmp_path / "state.json").write_text(json.dumps(state))
-    assert read_state(tmp_path, CONFIG, order_version=1) == RunState()
+    assert read_state(tmp_path, CONFIG, PLAN) == RunState()
     (tmp_path / "state.json").write_text(
         json.dumps(state | {"step": 40, "store_retries": {"s3": {"503": 2, "cut": 1}}})
     )
-    assert read_state(tmp_path, CONFIG, order_version=1).store_retries == 3  # as earlier versions counted
+    assert read_state(tmp_path, CONFIG, PLAN).store_retries == 3  # as earlier versions counted
     with pytest.raises(FatalTrainingError, match=r"another order \(version 1; this program has version 2\)"):
-        read_state(tmp_path, CONFIG, order_version=2)
+        read_state(tmp_path, CONFIG, replace(PLAN, part_sizes=(1,)))
+
+
+@pytest.mark.parametrize(
+    ("held", "own", "other"),
+    [
+        ({}, {"archives": "a", "rows": "b"}, ""),  # written before there were hashes
+        ({"archives": "a"}, {"archives": "a", "rows": "b"}, ""),  # the text was still being prepared
+        ({"archives": "a", "rows": "b"}, {"archives": "a"}, ""),
+        ({"archives": "a"}, {"archives": "c", "rows": "b"}, "archives"),
+        ({"archives": "a", "rows": "b"}, {"archives": "a", "rows": "c"}, "rows"),
+    ],
+)
+def test_a_run_does_not_go_on_over_other_data(
+    tmp_path: Path, held: dict[str, str], own: dict[str, str], other: str
+) -> None:
+    (tmp_path / "state.json").write_text(json.dumps(asdict(RunState(step=40, data_identity=held))))
+    expected = pytest.raises(FatalTrainingError, match=f"of step 40, they have other {other}: restore")
+    with expected if other else nullcontext():
+        read_state(tmp_path, CONFIG, replace(PLAN, identity=own))
 
 
 def test_what_concerns_another_run_alone_is_not_taken_over(tmp_path: Path) -> None:
@@ -83,10 +105,10 @@ def test_what_concerns_another_run_alone_is_not_taken_over(tmp_path: Path) -> No
         validations=[(40, {"loss": 2.0})], store_retries=2, batches_digest="0123",
     )  # fmt: skip
     (tmp_path / "state.json").write_text(json.dumps(asdict(state)))
-    own = read_state(tmp_path, CONFIG, order_version=1)
+    own = read_state(tmp_path, CONFIG, PLAN)
     assert (own.best_rating, own.unsent_metrics, own.store_retries) == (0.5, [["loss", 1.0]], 2)
     config = replace(CONFIG, run=replace(CONFIG.run, start_from="other@40"))
-    started = read_state(tmp_path, config, order_version=1)
+    started = read_state(tmp_path, config, PLAN)
     assert started == replace(own, best_rating=None, unsent_metrics=[], store_retries=0, batches_digest="")
 
 
