@@ -17,7 +17,7 @@ from pyarrow import fs
 
 from pipelines.object_store import is_local
 from pipelines.problems import printable
-from pipelines.storage import exists, relative, resolve
+from pipelines.storage import exists, join, relative, resolve, split_query
 from pipelines.store_errors import names_store
 
 NUM_NAMES_SHOWN = 5
@@ -67,6 +67,8 @@ class Archive:
     format: ArchiveFormat
     num_bytes: int
     """Size of the stored (possibly compressed) file in bytes."""
+    modified_ns: int = 0
+    """Time of modification, by which a file that is written again in the same size is told from the one before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,10 +117,11 @@ def list_source(uri: str, suffixes: Mapping[str, ArchiveFormat] = SUFFIXES) -> L
         archive_format = format_of(root, suffixes)
         if archive_format is None:
             raise ValueError(f"uri {uri!r}: unknown suffix of file {info.base_name!r}; expected one of {legal}")
-        return Listing(archives=[Archive(path=root, format=archive_format, num_bytes=info.size)])
+        archive = Archive(path=root, format=archive_format, num_bytes=info.size, modified_ns=info.mtime_ns or 0)
+        return Listing(archives=[archive])
 
     archives, not_read = {}, []
-    for path, num_bytes in _walk_local(root) if is_local(filesystem) else _walk_remote(filesystem, root):
+    for path, num_bytes, modified_ns in _walk_local(root) if is_local(filesystem) else _walk_remote(filesystem, root):
         name = relative(path, root)
         archive_format = format_of(name, suffixes)
         if any(part.startswith((".", "_")) for part in name.split("/")):
@@ -126,7 +129,7 @@ def list_source(uri: str, suffixes: Mapping[str, ArchiveFormat] = SUFFIXES) -> L
         if archive_format is None or num_bytes is None or not _is_utf8(path):
             not_read.append(printable(name))
         else:
-            archives[path] = Archive(path=path, format=archive_format, num_bytes=num_bytes)
+            archives[path] = Archive(path=path, format=archive_format, num_bytes=num_bytes, modified_ns=modified_ns)
     not_read.sort()
     if not archives:
         raise FileNotFoundError(
@@ -135,17 +138,17 @@ def list_source(uri: str, suffixes: Mapping[str, ArchiveFormat] = SUFFIXES) -> L
     return Listing(archives=[archives[path] for path in sorted(archives)], not_read=not_read)
 
 
-def _walk_remote(filesystem: fs.FileSystem, root: str) -> Iterator[tuple[str, int | None]]:
+def _walk_remote(filesystem: fs.FileSystem, root: str) -> Iterator[tuple[str, int | None, int]]:
     for file in filesystem.get_file_info(fs.FileSelector(root, recursive=True)):
         if file.type != fs.FileType.Directory:
-            yield file.path, file.size
+            yield file.path, file.size, file.mtime_ns or 0
 
 
-def _walk_local(root: str) -> Iterator[tuple[str, int | None]]:
-    """Yield path and size of every file, those of short paths first; the size is None for what is no regular file.
+def _walk_local(root: str) -> Iterator[tuple[str, int | None, int]]:
+    """Yield path, size and time of modification of every file, those of short paths first.
 
-    Links are followed, and what was visited is not visited again: a directory with two links to itself would have 2^40
-    paths. Names that are not UTF-8 hold surrogates, as everywhere in Python.
+    The size is None for what is no regular file. Links are followed, and what was visited is not visited again: a directory
+    with two links to itself would have 2^40 paths. Names that are not UTF-8 hold surrogates, as everywhere in Python.
     """
     real = os.path.realpath(root)
     seen, directories = {real}, deque([(root.rstrip("/"), real.rstrip("/"))])
@@ -165,9 +168,9 @@ def _walk_local(root: str) -> Iterator[tuple[str, int | None]]:
             try:
                 status = entry.stat()
             except OSError:
-                yield path, None
+                yield path, None, 0
             else:
-                yield path, status.st_size if S_ISREG(status.st_mode) else None
+                yield path, status.st_size if S_ISREG(status.st_mode) else None, status.st_mtime_ns
 
 
 def list_once(filesystem: fs.FileSystem, root: str) -> list[fs.FileInfo]:
@@ -207,8 +210,9 @@ def _is_pattern(uri: str) -> bool:
 
 def _fixed_part(pattern: str) -> str:
     """Return the directory before the first name of a pattern that holds one of its special characters."""
-    directory, slash, _ = re.split(r"[{*]", pattern, maxsplit=1)[0].rpartition("/")
-    return directory or slash or "."
+    place, query = split_query(pattern)
+    directory, slash, _ = re.split(r"[{*]", place, maxsplit=1)[0].rpartition("/")
+    return (directory or slash or ".") + query
 
 
 def _expand(uri: str) -> list[str]:
@@ -229,8 +233,8 @@ def _match(pattern: str) -> list[str]:
     """Return the paths or URIs whose names match a pattern with `*`, sorted."""
     base = _fixed_part(pattern)
     matches = [base]
-    for name in pattern.removeprefix(base).lstrip("/").split("/"):
-        matches = [f"{place.rstrip('/')}/{found}" for place in matches for found in _list_names(place, name)]
+    for name in split_query(pattern)[0].removeprefix(split_query(base)[0]).lstrip("/").split("/"):
+        matches = [join(place, found) for place in matches for found in _list_names(place, name)]
     return matches
 
 

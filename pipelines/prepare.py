@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from pipelines.problems import Reading, check_problems, list_lost
-from pipelines.storage import create_directory, read_json, write_json
+from pipelines.storage import create_directory, read_json, split_query, write_json
 from pipelines.store_errors import RETRIES, RetryLog
 
 _NUM_THREADS = 16
@@ -104,7 +104,7 @@ def prepare(
 
 def directory_name(source: str, label: str, digest: str) -> str:
     """Return the name of a prepared directory: the source's name as far as it can be part of one, a label and a hash."""
-    name = source.rstrip("/").rsplit("/", 1)[-1].split(".")[0]
+    name = split_query(source)[0].rstrip("/").rsplit("/", 1)[-1].split(".")[0]
     return f"{re.sub(r'[{}*,]+', '_', name)[:_NUM_CHARACTERS_OF_NAME]}-{label}-{digest}"
 
 

@@ -16,9 +16,9 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import fs
 
+from pipelines.archives import resolve_source
 from pipelines.block_cache import BlockCache, node_directory
 from pipelines.object_store import RemoteObject, is_local, name_object
-from pipelines.storage import resolve
 
 _NUM_OPEN_FILES = 64
 # An object that is open takes no file descriptor, but opening it takes a request.
@@ -227,6 +227,6 @@ class Prefetcher:
 @lru_cache(maxsize=8)
 def range_reader(uri: str, cache_bytes: int = 0) -> RangeReader:
     """Return the process's reader of the filesystem of a URI, with the node's cache of `cache_bytes` for a remote one."""
-    filesystem, _ = resolve(uri)
+    filesystem, _ = resolve_source(uri)
     has_cache = cache_bytes > 0 and not is_local(filesystem)
     return RangeReader(filesystem, BlockCache(node_directory(), cache_bytes) if has_cache else None)

@@ -71,10 +71,16 @@ def relative(path: str, root: str) -> str:
     return path.removeprefix(directory) if path.startswith(directory) else path.rpartition("/")[2]
 
 
+def split_query(uri: str) -> tuple[str, str]:
+    """Return a URI without its query, and the query with its question mark; a path has none."""
+    place, mark, query = uri.partition("?") if "://" in uri else (uri, "", "")
+    return place, mark + query
+
+
 def join(uri: str, name: str) -> str:
     """Return the path or URI of what has a name in the directory at `uri`; a query of the URI stays at its end."""
-    place, mark, query = uri.partition("?") if "://" in uri else (uri, "", "")
-    return f"{place.rstrip('/')}/{name}{mark}{query}"
+    place, query = split_query(uri)
+    return f"{place.rstrip('/')}/{name}{query}"
 
 
 def exists(uri: str) -> bool:

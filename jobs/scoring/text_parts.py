@@ -82,8 +82,11 @@ class TextSettings:
         left_out = ("source", "model", "tempnet", "batch_size", "known_text")
         values = {name: value for name, value in asdict(self).items() if name not in left_out}
         root = resolve_source(self.source)[1]
-        sizes = {f"archive {relative(archive.path, root)} (bytes)": archive.num_bytes for archive in archives}
-        return {"version": self.format_version, **values, **sizes}
+        versions = {
+            f"archive {relative(archive.path, root)} (bytes, modified)": [archive.num_bytes, archive.modified_ns]
+            for archive in archives
+        }
+        return {"version": self.format_version, **values, **versions}
 
 
 def text_options(

@@ -30,7 +30,7 @@ from pipelines.images.captions import CaptionFile, FolderNames
 from pipelines.lines import MAGIC_BYTES, compression_of, decode, lines_of
 from pipelines.object_store import open_for_reading
 from pipelines.problems import Problem, TruncatedArchive
-from pipelines.storage import relative
+from pipelines.storage import compute_digest, relative
 from pipelines.tars import TarMember, member_end, num_bytes_behind, tar_members
 
 MAX_IMAGE_BYTES = 2**26
@@ -95,6 +95,8 @@ class ImageArchive:
     """Path of the tar or of the directory, within the filesystem of the URI that it was listed from."""
     num_bytes: int
     """Size of the tar, or the total size of the files, in bytes."""
+    version: str
+    """Hash of the time of modification of the tar, or of those of the files."""
     files: tuple[str, ...] = ()
     """Paths of the image files relative to `path`; empty for a tar."""
 
@@ -139,7 +141,7 @@ def list_image_source(uri: str) -> tuple[list[ImageArchive], list[str]]:
     is_directory = filesystem.get_file_info(root).type == fs.FileType.Directory
     directory = root if is_directory else str(PurePosixPath(root).parent)
     groups = [
-        ImageArchive(path=archive.path, num_bytes=archive.num_bytes)
+        ImageArchive(path=archive.path, num_bytes=archive.num_bytes, version=compute_digest([archive.modified_ns]))
         for archive in listing.archives
         if archive.format is ArchiveFormat.TAR
     ]
@@ -147,7 +149,8 @@ def list_image_source(uri: str) -> tuple[list[ImageArchive], list[str]]:
     for first in range(0, len(files), _NUM_FILES_PER_ARCHIVE):
         group = files[first : first + _NUM_FILES_PER_ARCHIVE]
         names = tuple(relative(file.path, directory) for file in group)
-        groups.append(ImageArchive(path=directory, num_bytes=sum(file.num_bytes for file in group), files=names))
+        num_bytes, version = sum(file.num_bytes for file in group), compute_digest([file.modified_ns for file in group])
+        groups.append(ImageArchive(path=directory, num_bytes=num_bytes, version=version, files=names))
     return groups, listing.not_read
 
 
@@ -256,15 +259,14 @@ class _TarReader:
                 end = member_end(info)
                 if info.isdir():
                     continue
-                name = make_printable(info.name)
-                key, suffix = self._split(name)
+                key, suffix = self._split(info.name)
                 if not key or suffix is None or suffix.lower() not in (*IMAGE_SUFFIXES, *self._texts):
                     kind = f".{suffix.lower()}" if key and suffix else "no suffix"
                     self._left_out[kind] += 1
                     self._items.append(LeftOut(kind=kind))
                     continue
                 self._last_key = key
-                yield {"fname": name, "data": _read_part(info, member, self._name), "__url__": self._name}
+                yield {"fname": info.name, "data": _read_part(info, member, self._name), "__url__": self._name}
         except tarfile.TarError as error:
             self._truncated = _report_truncated(self._name, error, end, self._num_bytes)
 
@@ -434,9 +436,8 @@ def _check_caption(text: object, where: str) -> str | Problem:
 
 def _read_part(info: tarfile.TarInfo, member: TarMember, name: str) -> _Part:
     """Read a member's bytes, or explain in `problem` why they cannot be used; `name` is that of the tar, for messages."""
-    member_name = make_printable(info.name)
-    where = f"{name}/{member_name}"
-    limit = MAX_CAPTION_BYTES if member_name.lower().endswith(("txt", "json", "cls")) else MAX_IMAGE_BYTES
+    where = f"{name}/{info.name}"
+    limit = MAX_CAPTION_BYTES if info.name.lower().endswith(("txt", "json", "cls")) else MAX_IMAGE_BYTES
     data, problem = b"", None
     if info.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or info.sparse is not None:
         detail = "a link, a sparse file or a device, not a plain file"
@@ -446,8 +447,8 @@ def _read_part(info: tarfile.TarInfo, member: TarMember, name: str) -> _Part:
     else:
         data = member.read(info.size)
         if len(data) < info.size:
-            raise tarfile.ReadError(f"it ends within {member_name}")
-    return _Part(member=member_name, offset=info.offset_data, data=data, problem=problem)
+            raise tarfile.ReadError(f"it ends within {info.name}")
+    return _Part(member=info.name, offset=info.offset_data, data=data, problem=problem)
 
 
 # ---- captions in a json ----------------------------------------------------------------------------------------------
@@ -462,11 +463,10 @@ def _read_named_images(
             end = member_end(info)
             if info.isdir():
                 continue
-            member_name = make_printable(info.name)
-            suffix = PurePosixPath(member_name).suffix.lower()
+            suffix = PurePosixPath(info.name).suffix.lower()
             if suffix.removeprefix(".") not in IMAGE_SUFFIXES:
                 yield LeftOut(kind=suffix or "no suffix")
-            elif (key := captions.find(member_name)) is None:
+            elif (key := captions.find(info.name)) is None:
                 yield LeftOut(kind=captions.unnamed)
             else:
                 part = _read_part(info, member, name)
@@ -504,11 +504,6 @@ def _named_image(key: str, part: _Part, captions: CaptionFile | FolderNames, whe
 
 
 # ---- tars ------------------------------------------------------------------------------------------------------------
-
-
-def make_printable(name: str) -> str:
-    """Return a member's name as a string that can be encoded as UTF-8, whatever its bytes are."""
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def _report_oversized(where: str, limit: int) -> Problem:

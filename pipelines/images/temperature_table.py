@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from pyarrow.fs import FileSelector, FileType
 
 from pipelines.archives import resolve_source
-from pipelines.images.archives import MAX_CAPTION_BYTES, ImageArchive, make_printable
+from pipelines.images.archives import IMAGE_SUFFIXES, MAX_CAPTION_BYTES, ImageArchive
 from pipelines.images.manifest import ImageManifest, read_index
 from pipelines.object_store import open_for_reading
 from pipelines.storage import relative, resolve
@@ -99,15 +99,12 @@ def _name_rows(table: pa.Table) -> pa.Array:
     return pc.binary_join_element_wise(*columns, pa.scalar("\n", pa.large_string()))
 
 
-_SUFFIX = ".json"
-
-
 def read_numbers(uri: str, archives: Sequence[ImageArchive], field: str) -> Iterator[tuple[str, float]]:
     """Yield key and number of every sample whose JSON file has a finite number in a field, in stored order.
 
     Samples without one are left out, and so is what follows the place where a tar is damaged. As archives may have the same
     keys, those of every archive but the first are yielded with the archive's name before them
-    (`pipelines.images.manifest.ImageShard.key_prefix`), and without it where no archive before has them.
+    (`pipelines.images.manifest.ImageShard.key_prefix`), and without it where no archive before has an image of this key.
     """
     filesystem, root = resolve_source(uri)
     is_found = False
@@ -116,22 +113,25 @@ def read_numbers(uri: str, archives: Sequence[ImageArchive], field: str) -> Iter
     for archive in archives:
         if archive.files:
             continue
+        own: set[str] = set()  # keys of the archive's images, and of its numbers
         with open_for_reading(filesystem, archive.path) as stream, suppress(tarfile.TarError):
             for info, member in tar_members(stream):
-                name = make_printable(info.name)
-                if not name.lower().endswith(_SUFFIX) or not info.isreg() or info.size > MAX_CAPTION_BYTES:
+                key, _, suffix = info.name.rpartition(".")
+                if suffix.lower() in IMAGE_SUFFIXES:
+                    own.add(key)
+                if suffix.lower() != "json" or not info.isreg() or info.size > MAX_CAPTION_BYTES:
                     continue
                 record = _parse(member.read(info.size))
                 if _is_number(value := record.get(field)):
                     is_found = True
-                    key = name[: -len(_SUFFIX)]
+                    own.add(key)
                     if key not in seen:
-                        seen.add(key)
                         yield key, float(value)
                     if archive is not archives[0]:
                         yield f"{relative(archive.path, root)}/{key}", float(value)
                 elif not others:
                     others = {key for key, value in record.items() if _is_number(value)}
+        seen |= own
     if not is_found:
         raise ValueError(
             f"label = {field}: no .json in {uri} has a number in this field"

@@ -47,7 +47,6 @@ from pipelines.text.tokenization import load_tokenizer, tokenizer_digest
 _NUM_BATCHES_PER_SHARD = 16  # The layouts yield record batches of up to 256 rows.
 _NUM_DOCUMENTS_PER_ENCODE = 64
 _NUM_CHARACTERS_PER_ENCODE = 2**20
-_ADDED_LATER = {"documents": "all", "share": 1.0, "share_seed": 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,11 +106,10 @@ def locate_text(config: PrepareConfig, layout: Layout, root: str) -> tuple[PartT
         [
             FORMAT_VERSION,
             PART_BYTES,
-            [(archive.path, archive.num_bytes) for archive in listing.archives],
+            [(archive.path, archive.num_bytes, archive.modified_ns) for archive in listing.archives],
             config.text_field,
             layout.kind,
-            # Without defaults that earlier versions did not have, so that what they prepared is found.
-            {name: value for name, value in asdict(layout).items() if _ADDED_LATER.get(name) != value},
+            asdict(layout),
             tokenizer_digest(tokenizer),
         ]
     )

@@ -150,17 +150,20 @@ def resolve_pairs(config: PredictPairTemperaturesConfig | Headroom) -> tuple[Pre
 def pairs_record(images: PrepareImagesConfig) -> dict[str, Any]:
     """Returns the archives of a source of pairs and their captions, without locations and the tolerated problems.
 
-    The contents of archives are identified by their sizes; an archive that changes while it is read is detected by
-    checksums. Errors are those of `check_source`.
+    The contents of archives are identified by their sizes and times of modification; an archive that changes while it is
+    read is detected by checksums. Errors are those of `check_source`.
     """
     archives, captions = check_source(images)
     root = resolve_source(images.source)[1]
-    sizes = {f"archive {relative(one.path, root)} (bytes)": [one.num_bytes, len(one.files)] for one in archives}
+    versions = {
+        f"archive {relative(one.path, root)} (bytes, files, version)": [one.num_bytes, len(one.files), one.version]
+        for one in archives
+    }
     return {
         "num_captioned_images": None if captions is None else len(captions.captions),
         "splits": list(images.splits),
         **({} if images.key_dot == "first" else {"key_dot": images.key_dot}),
-        **sizes,
+        **versions,
     }
 
 

@@ -204,7 +204,7 @@ def test_another_configuration_is_refused_with_what_differs(model: Path, text: P
         UnitStore(output).claim(other.record(archives))
     more = text.with_name("more.jsonl")
     more.write_text('"text"\n')
-    with pytest.raises(ValueError, match=r"archive more.jsonl \(bytes\): None → 7"):
+    with pytest.raises(ValueError, match=r"archive more.jsonl \(bytes, modified\): None → \[7, \d+\]"):
         UnitStore(output).claim(settings.record([*archives, *list_sources(str(more))]))
 
 

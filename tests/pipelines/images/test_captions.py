@@ -106,13 +106,17 @@ def test_finite_numbers_are_read_and_everything_else_is_left_out(tmp_path: Path)
         "nan": {"n": float("nan")},
     }  # fmt: skip
     files = {f"{key}.json": json.dumps(record).encode() for key, record in records.items()}
-    # The first archive may lack the field, and the last is cut within its first member.
-    archives = [{"a.json": b'{"m": 3}'}, files | {"broken.json": b"{", "a.jpg": b"no image"}, {"d.JSON": b'{"n": -1}'}]
+    # The first archive has no field, but an image of another key, and the last is cut within its first member.
+    archives = [
+        {"a.json": b'{"m": 3}', "b/c.v1.jpg": b"image"},
+        files | {"broken.json": b"{", "a.jpg": b"no image"},
+        {"d.JSON": b'{"n": -1}'},
+    ]
     for number, members in enumerate(archives):
         (tmp_path / f"{number}.tar").write_bytes(tar(members.items()))
     (tmp_path / "3.tar").write_bytes(tar(archives[2].items())[:520])
     numbers = read_numbers(str(tmp_path), list_image_archives(str(tmp_path)), "n")
-    assert dict(numbers) == {"a": 3.0, "1.tar/a": 3.0, "b/c.v1": 0.5, "1.tar/b/c.v1": 0.5, "d": -1.0, "2.tar/d": -1.0}
+    assert dict(numbers) == {"a": 3.0, "1.tar/a": 3.0, "1.tar/b/c.v1": 0.5, "d": -1.0, "2.tar/d": -1.0}
 
 
 def test_a_field_that_no_sample_has_is_refused_with_those_that_there_are(tmp_path: Path) -> None:

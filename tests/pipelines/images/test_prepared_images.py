@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from text_archive_support import tar
 
 from pipelines.images.archives import ImageSample
 from pipelines.images.manifest import ImageManifest, read_index
+from pipelines.images.pairs import PairSource
 from pipelines.images.prepare import IndexTask, PrepareImagesConfig, check_source, describe, prepare_images
 from pipelines.problems import TooManyProblemsError
 from pipelines.storage import MANIFEST_FILE
@@ -78,6 +80,15 @@ def test_other_content_is_prepared_in_another_directory(shards: Path, tmp_path: 
     other = prepare(shards, tmp_path)
     assert other.directory != first.directory
     assert other.num_pairs == first.num_pairs + 3
+    size = (shards / "00004.tar").stat().st_size
+    (shards / "00004.tar").write_bytes(shard(range(600, 603)))  # in the same size
+    assert (shards / "00004.tar").stat().st_size == size
+    other = prepare(shards, tmp_path)
+    assert "000000600" in read_index(other, 4).column("key").to_pylist()
+    os.utime(shards / "00000.tar")
+    touched = prepare(shards, tmp_path)
+    assert touched.directory != other.directory
+    assert touched.digest == other.digest  # so that a run goes on
 
 
 def test_keys_are_unique_within_an_archive_and_of_images_with_a_file_of_captions_within_all(tmp_path: Path) -> None:
@@ -85,9 +96,11 @@ def test_keys_are_unique_within_an_archive_and_of_images_with_a_file_of_captions
         (tmp_path / "union" / name).mkdir(parents=True)
         (tmp_path / "union" / name / "00000.tar").write_bytes(shard(range(len(name), len(name) + 40)))
     assert prepare(tmp_path / "union", tmp_path / "all", max_bad_share=0).num_pairs == 80
-    parts = f"{tmp_path}/union/{{cc3m,cc12m}}/*.tar"
+    parts = f"file://{tmp_path}/union/{{cc3m,cc12m}}/*.tar?x=y"
     manifest = prepare_images(PrepareImagesConfig(source=parts, max_bad_share=0), str(tmp_path / "parts"))
     assert manifest.num_pairs == 80
+    assert "?" not in manifest.directory  # what follows would be no part of the names of files in a store
+    assert len(PairSource(manifest=manifest, image_size=8).read_images([0, 79])) == 2
     # "cc3m" has keys 4 to 43, "cc12m" 5 to 44.
     keys = [read_index(manifest, number).column("key").to_pylist() for number in range(2)]
     assert (keys[0][0], keys[1][0]) == ("000000005", "cc3m/00000.tar/000000004")

@@ -22,7 +22,7 @@ from pipelines.text import prepare as text_preparation
 from pipelines.text.blocks import BlockSource, read_range
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import DocumentConfig, PackingConfig
-from pipelines.text.prepare import PrepareConfig, prepare_text
+from pipelines.text.prepare import PrepareConfig, locate_text, prepare_text
 from pipelines.text.reading import list_parts
 from pipelines.text.tokenization import load_tokenizer
 
@@ -33,9 +33,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prepare(source: Path, corpus: Path, root: Path, max_bad_share: float = 0.5, losses: str = "") -> Manifest:
-    config = PrepareConfig(source=str(source), tokenizer=str(corpus / "tokenizer"), max_bad_share=max_bad_share)
-    layout = PackingConfig.for_tokenizer(load_tokenizer(config.tokenizer), 32)
+    config, layout = configure(source, corpus, max_bad_share)
     return prepare_text(config, layout, str(root), max_bad_share_field="data.max_bad_share", losses=losses)
+
+
+def configure(source: Path, corpus: Path, max_bad_share: float = 0.5) -> tuple[PrepareConfig, PackingConfig]:
+    config = PrepareConfig(source=str(source), tokenizer=str(corpus / "tokenizer"), max_bad_share=max_bad_share)
+    return config, PackingConfig.for_tokenizer(load_tokenizer(config.tokenizer), 32)
 
 
 def documents_of(blocks: Batch) -> list[tuple[int, ...]]:
@@ -83,6 +87,17 @@ def test_two_epochs_over_two_workers_visit_every_document_once_in_different_orde
     for batch in rank_batches(0, 1, size // batch_size // 2 * batch_size):
         for place, row in zip(batch["place"].tolist(), batch["input_ids"], strict=True):
             assert np.array_equal(row, seen[place])
+
+
+def test_text_that_is_written_again_in_the_same_size_is_prepared_again(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    first = prepare(tmp_path / "a.jsonl", corpus, tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"text": "two"}\n')
+    other = prepare(tmp_path / "a.jsonl", corpus, tmp_path)
+    assert other.digest != first.digest
+    assert (
+        other.plan(seed=0, window_size=8).identity["archives"] == first.plan(seed=0, window_size=8).identity["archives"]
+    )
 
 
 def test_preparing_again_is_free_and_an_interrupted_one_goes_on(corpus: Path, tmp_path: Path) -> None:
@@ -179,9 +194,9 @@ def test_archives_that_are_written_again_between_their_parts_are_refused(
 ) -> None:
     monkeypatch.setattr(text_preparation, "list_parts", partial(list_parts, part_bytes=16))
     (tmp_path / "a.jsonl").write_text('"abc def"\n' * 9)
-    manifest = prepare(tmp_path / "a.jsonl", corpus, tmp_path)
+    task = locate_text(*configure(tmp_path / "a.jsonl", corpus), str(tmp_path))[0].divide()
+    records = [task.run(0)]
     (tmp_path / "a.jsonl").write_text('"fed cba"\n' * 9)
-    for name in ("manifest.json", "part-00000-00002.json"):
-        (Path(manifest.directory) / name).unlink()
+    records += [task.run(number) for number in range(1, len(task.parts))]
     with pytest.raises(OSError, match=r"a\.jsonl was written again between its parts: delete"):
-        prepare(tmp_path / "a.jsonl", corpus, tmp_path)
+        task.finish(records)

@@ -138,7 +138,7 @@ def test_patterns_are_webdatasets_and_a_path_that_exists_is_none(
         (tmp_path / "data" / f"{number:04d}.jsonl").write_bytes(b'"text"')
     (tmp_path / "data" / ".hidden.jsonl").touch()
     monkeypatch.chdir(tmp_path / "data")
-    for source in (pattern, f"{tmp_path}/data/{pattern}"):
+    for source in (pattern, f"{tmp_path}/data/{pattern}", f"file://{tmp_path}/data/{pattern}?region=here"):
         archives = list_archives(source)
         assert [Path(archive.path).name for archive in archives] == [f"{name}.jsonl" for name in names]
         keys = [item.key for archive in archives for item in read_documents(source, archive)]
