@@ -163,22 +163,15 @@ class Retries:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_waiting = 0
-        self._num_total = 0
 
     def __reduce__(self) -> str:
         """Pickle `RETRIES` by its name: functions that are sent to another process count there."""
         return "RETRIES"
 
-    @property
-    def num_total(self) -> int:
-        """Number of all repeated requests so far."""
-        return self._num_total
-
     def add(self, number: int = 1) -> None:
         """Count requests that are repeated here, or what `take` has returned in another process."""
         with self._lock:
             self._num_waiting += number
-            self._num_total += number
 
     def take(self) -> int:
         """Return the number that was counted since the last call, so that it is counted once."""

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ from tempnet.contrastive.state import SampleState, World
 from tempnet.contrastive.unimodal import UnimodalLoss
 from tempnet.network import TempNet
 from tempnet.weights import check_weight_files, load_fitting
+
+if TYPE_CHECKING:  # only some tasks read stored features
+    from pipelines.features import FeatureFiles
 
 Config = TypeVar("Config", bound=TrainingConfig)
 Stored = TypeVar("Stored", bound=Any)
@@ -128,6 +131,14 @@ def cache_bytes(data: ReadSection, *, plan: StreamPlan, shard_bytes: Sequence[in
             flush=True,
         )
     return 0
+
+
+def feature_cache(config: Any, data: Any, kinds: Sequence[FeatureFiles], *, split: str = "") -> int:
+    """Return what :func:`cache_bytes` does, for the stored features of a data set, given by its manifest."""
+    plan = data.plan(seed=config.run.seed, window_size=config.data.shuffle_window)
+    is_remote = not is_local(resolve(kinds[0].directory)[0])
+    sizes = sum(np.array(files.shard_sizes) * files.bytes_per_row * is_remote for files in kinds)
+    return cache_bytes(config.data, plan=plan, shard_bytes=np.asarray(sizes).tolist(), split=split)
 
 
 def resolve_paths(config: Config) -> Config:

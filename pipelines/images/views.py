@@ -20,6 +20,7 @@ from pipelines.images.decoding import MAX_PIXELS, open_image, shrink_on_load, to
 Box = tuple[float, float, float, float]
 
 _NUM_CROP_ATTEMPTS = 10
+_MIN_RATIO, _MAX_RATIO = 3 / 4, 4 / 3  # width / height of a crop
 MAX_MAGNITUDE = 10
 
 
@@ -28,13 +29,7 @@ class AugmentationConfig:
     """Distribution of the random training views."""
 
     min_scale: float = 0.5
-    """Smallest share of the image's area that a crop covers; 1, with max_scale = 1 and equal ratios: no cropping."""
-    max_scale: float = 1.0
-    """Largest share of the image's area that a crop covers."""
-    min_ratio: float = 3 / 4
-    """Smallest ratio width / height of a crop."""
-    max_ratio: float = 4 / 3
-    """Largest ratio width / height of a crop."""
+    """Smallest share of the image's area that a crop covers."""
     flip_probability: float = 0.5
     """Probability of a horizontal flip; use 0 if captions mention left and right."""
     num_operations: int = 0
@@ -88,21 +83,20 @@ def training_view(
 def random_crop(width: int, height: int, augmentation: AugmentationConfig, rng: np.random.Generator) -> Box:
     """Return (left, top, right, bottom) of a random crop, in whole pixels.
 
-    A share of the area, uniform in [min_scale, max_scale], and an aspect ratio, log-uniform in [min_ratio,
-    max_ratio], are drawn until the rectangle fits into the image, at most ten times. If none fits, the result is the
-    largest central crop with an allowed ratio. The method is that of Szegedy et al. (arXiv 1409.4842, §6), as all
-    common frameworks implement it.
+    A share of the area, uniform in [min_scale, 1], and an aspect ratio, log-uniform in [3/4, 4/3], are drawn until the
+    rectangle fits into the image, at most ten times. If none fits, the result is the largest central crop with an allowed
+    ratio. The method is that of Szegedy et al. (arXiv 1409.4842, §6), as all common frameworks implement it.
     """
-    low, high = math.log(augmentation.min_ratio), math.log(augmentation.max_ratio)
+    low, high = math.log(_MIN_RATIO), math.log(_MAX_RATIO)
     for _ in range(_NUM_CROP_ATTEMPTS):
         share, log_ratio, across, down = rng.random(4).tolist()
-        area = width * height * (augmentation.min_scale + share * (augmentation.max_scale - augmentation.min_scale))
+        area = width * height * (augmentation.min_scale + share * (1.0 - augmentation.min_scale))
         ratio = math.exp(low + log_ratio * (high - low))
         crop_width, crop_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < crop_width <= width and 0 < crop_height <= height:
             left, top = int(across * (width - crop_width + 1)), int(down * (height - crop_height + 1))
             return left, top, left + crop_width, top + crop_height
-    ratio = min(max(width / height, augmentation.min_ratio), augmentation.max_ratio)
+    ratio = min(max(width / height, _MIN_RATIO), _MAX_RATIO)
     crop_width = min(width, max(1, round(height * ratio)))
     crop_height = min(height, max(1, round(width / ratio)))
     left, top = (width - crop_width) // 2, (height - crop_height) // 2

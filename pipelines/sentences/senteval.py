@@ -365,9 +365,11 @@ def read_senteval(directory: str | Path, name: str) -> SentenceTask | Judgements
 def read_judgements(path: str | Path, name: str, files: Sequence[tuple[str, ...]] = ()) -> Judgements:
     """Read similarity judgements from a file with a score and two sentences per line, separated by tabs.
 
-    In lines of seven or more columns, as in the STS benchmark, these are the fifth to the seventh column; in lines of five,
-    as in SICK, the fourth, the second and the third. A line with an empty score, as in some STS files, is skipped and is not
-    a problem. Fewer than three pairs raise ValueError. With `files`, they are those of data sets in the directory `path`.
+    In lines of seven or more columns, as in the STS benchmark, these are the fifth to the seventh column, and scores lie in
+    [0, 5]; in lines of ten, as GLUE has them, the tenth, the eighth and the ninth; in lines of five, as in SICK, the fourth,
+    the second and the third. A line with an empty score, as in some STS files, and one that names columns are skipped and
+    are no problems. Fewer than three pairs raise ValueError. With `files`, they are those of data sets in the directory
+    `path`.
     """
     place = Path(local_copy(str(path)))
     place, sets = (place, files) if files else (place.parent, [(place.name,)])
@@ -375,10 +377,14 @@ def read_judgements(path: str | Path, name: str, files: Sequence[tuple[str, ...]
     def parse(line: str) -> Record | None:
         entries = line.split("\t")
         columns = entries[4:7] if len(entries) >= 7 else entries
-        score, *sentences = [entries[3], *entries[1:3]] if len(entries) == 5 else columns
-        if len(entries) >= 3 and not score.strip():
+        if chosen := {5: (3, 1, 2), 10: (9, 7, 8)}.get(len(entries)):
+            columns = [entries[number] for number in chosen]
+        score, *sentences = columns
+        if len(entries) >= 3 and score.strip() in ("", "score"):
             return None
         first, second = sentences
+        if len(entries) >= 7 and not 0 <= float(score) <= 5:
+            raise ValueError(f"the score {score!r} of the STS benchmark must lie in 0 … 5")
         return str(float(score)), first, second
 
     reader, records, sizes = _Reader(), list[Record](), list[int]()

@@ -311,7 +311,7 @@ class SpanSource:
         """Return the archive of a document and its number in it, with shard file and row, for messages."""
         entry = self.manifest.shards[shard]
         document = read_rows(self.manifest, entry, [row], self.cache_bytes).column("document")[0].as_py()
-        return f"document {document} of {entry.archive} ({entry.file}:{row})"
+        return f"document {document} of part {entry.part} of {entry.archive} ({entry.file}:{row})"
 
     def _ids(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Return the number of each document among all documents, (n,) int64; −1 while the data grow."""

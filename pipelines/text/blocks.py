@@ -52,10 +52,10 @@ class BlockSource:
         prefetch_shards(self.manifest, self.cache_bytes, now, later, before)
 
     def name(self, shard: int, row: int) -> str:
-        """Return the shard file, row, archive and first document of a block, for messages."""
+        """Return the shard file, row, archive, part and first document of a block, for messages."""
         entry = self.manifest.shards[shard]
         document = read_rows(self.manifest, entry, [row], self.cache_bytes).column("document")[0].as_py()
-        return f"{entry.file}:{row} (document {document} of {entry.archive})"
+        return f"{entry.file}:{row} (document {document} of part {entry.part} of {entry.archive})"
 
 
 def block_arrays(manifest: Manifest | GrowingManifest, table: pa.Table) -> Batch:

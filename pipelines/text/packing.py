@@ -82,7 +82,7 @@ class PackingConfig:
                 # there.
                 "starts": pa.list_(pa.int32()),
                 "num_tokens": pa.int32(),  # Less than T only in the last block of an archive.
-                "document": pa.int64(),  # Number, within its archive, of the document that the first token belongs to.
+                "document": pa.int64(),  # Number, within its part, of the document that the first token belongs to.
             }
         )
 
@@ -253,7 +253,7 @@ class DocumentConfig:
             {
                 "tokens": pa.list_(token),
                 "num_tokens": pa.int32(),
-                "document": pa.int64(),  # Number of the document within its archive, from 0.
+                "document": pa.int64(),  # Number of the document within its part of an archive, from 0.
             }
         )
 

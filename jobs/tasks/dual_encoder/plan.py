@@ -18,6 +18,7 @@ from jobs.tasks.base import (
     DataReference,
     count_parameters,
     create_task,
+    feature_cache,
     naming_field,
     resolve_paths,
 )
@@ -108,13 +109,13 @@ class ClipPlan(Plan[ClipConfig]):
             num_pairs_per_batch=config.optimizer.batch_size,
             noun="pairs",
         )
+        splits = {"train": train, "validation": validation}
         towers = refer_to_towers(config) if config.model.freeze else None
         embeddings = None
         if towers is not None and config.model.features:
-            embeddings = (
-                find_embeddings(config, train, towers, "train").directory,
-                find_embeddings(config, validation, towers, "validation").directory,
-            )
+            stored = [find_embeddings(config, data, towers, split) for split, data in splits.items()]
+            feature_cache(config, train, [stored[0].images, stored[0].captions], split="train")
+            embeddings = stored[0].directory, stored[1].directory
         data = DataReference(
             train=train.directory,
             validation=validation.directory,
@@ -123,7 +124,6 @@ class ClipPlan(Plan[ClipConfig]):
             features=embeddings,
         )
         loss = config.temperature.loss_config
-        splits = {"train": train, "validation": validation}
         share_cut = {name: pair_source(config, pairs).share_of_captions_cut() for name, pairs in splits.items()}
         return PreparedTask(
             create_task=partial(create_task, f"{_TASKS}:ClipTask", config, data),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from jobs.engine.export import open_export
-from jobs.engine.hardware import GIB, worker_device
+from jobs.engine.hardware import worker_device
 from jobs.engine.task import ParameterGroup, StepResult, Task
 from jobs.tasks.base import (
     ContrastiveSteering,
@@ -22,6 +22,7 @@ from jobs.tasks.base import (
     base_and_tempnet_groups,
     check_continues,
     check_vocabulary,
+    feature_cache,
     load_stored,
     num_stored_readers,
     to_device,
@@ -79,7 +80,8 @@ class ClipTask(Task[ClipConfig]):
             reading = config.data.reading
         else:
             embeddings = PairEmbeddings.load(data.features[0], self.train)
-            self.source = EmbeddingSource(embeddings=embeddings, cache_bytes=round(config.data.cache_gib * GIB))
+            size = feature_cache(config, self.train, [embeddings.images, embeddings.captions])
+            self.source = EmbeddingSource(embeddings=embeddings, cache_bytes=size)
             reading = {"num_readers": num_stored_readers(embeddings.directory)}
         super().__init__(
             config,

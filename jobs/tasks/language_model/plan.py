@@ -20,6 +20,7 @@ from jobs.tasks.base import (
     DataReference,
     count_parameters,
     create_task,
+    feature_cache,
     naming_field,
     resolve_paths,
 )
@@ -148,6 +149,8 @@ class LanguageModelPlan(Plan[LanguageModelConfig]):
         validation = prepare_split(config, blocks_layout(config, "validation"), "validation", check_is_not_empty)
         base = refer_to_base(config) if config.model.is_frozen else None
         features = features_to_read(config, base, train, validation)
+        if features is not None:
+            feature_cache(config, train, [features[0].blocks], split="train")
         # While the training text is still being prepared, that of validation stands for it.
         text = train if isinstance(train, Manifest) else validation
         of_text = None if features is None else features[text is validation]

@@ -24,7 +24,7 @@ from jobs.engine.deepspeed_engine import deepspeed_config, load_partitioned, who
 from jobs.engine.export import open_export
 from jobs.engine.hardware import GIB, free_memory, worker_device
 from jobs.engine.task import ParameterGroup, RhoSteering, StepResult, Task
-from jobs.tasks.base import DataReference, base_and_tempnet_groups, num_stored_readers
+from jobs.tasks.base import DataReference, base_and_tempnet_groups, feature_cache, num_stored_readers
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.data import write_training_text
 from jobs.tasks.language_model.models import (
@@ -75,7 +75,7 @@ class LanguageModelTask(Task[LanguageModelConfig]):
         else:
             self.features = Features.load(data.features[0], train)
             self.validation_data = Features.load(data.features[1], self.validation_data)
-            size = round(config.data.cache_gib * GIB)
+            size = feature_cache(config, train, [self.features.blocks])
             source = FeatureSource(features=self.features, cache_bytes=size, end_is_target=end_is_target)
             reading["num_readers"] = num_stored_readers(self.features.directory)
         super().__init__(

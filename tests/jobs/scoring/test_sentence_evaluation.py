@@ -123,6 +123,12 @@ def test_judgements_are_read_in_both_forms(data: Path, tmp_path: Path) -> None:
     found = read_judgements(file, "sts")
     assert (found.scores.tolist(), found.second) == ([0.5, 1.5, 2.5], ["other 0", "other 1", "other 2"])
     assert found.problems == {"missing_field": 1}
+    head = "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n"
+    lines = [f"{i}\tnews\tMSRvid\t2012\t{i}\tone.txt\tother.txt\tone {i}\tother {i}\t{i}.5\n" for i in range(6)]
+    file.write_text(head + "".join(lines))
+    found = read_judgements(file, "sts")  # as GLUE has it; a score is at most 5
+    assert (found.scores.tolist(), found.first[0], found.second[0]) == ([0.5, 1.5, 2.5, 3.5, 4.5], "one 0", "other 0")
+    assert found.problems == {"missing_field": 1}
     file.write_text("1\ta\tb\n")
     with pytest.raises(ValueError, match="holds 1 pairs of sentences with a score: a correlation needs 3 or more"):
         read_judgements(file, "sts")

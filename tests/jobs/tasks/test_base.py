@@ -7,14 +7,17 @@ import logging
 import re
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.engine.hardware import GIB
-from jobs.tasks.base import cache_bytes
+from jobs.tasks.base import cache_bytes, feature_cache
 from jobs.tasks.language_model.data import (
     TRAINING_TEXT_FILE,
     read_training_text,
@@ -22,6 +25,7 @@ from jobs.tasks.language_model.data import (
     write_training_text,
 )
 from pipelines.archives import list_archives
+from pipelines.features import Column, FeatureFiles
 from pipelines.plan import StreamPlan
 
 
@@ -52,6 +56,25 @@ def test_a_cache_that_is_too_small_is_reported_and_not_used(capsys: pytest.Captu
     said = capsys.readouterr().out
     assert said.startswith("warning: data.cache_gib = 1.9 is less than the 2 GiB that the largest window of data.train")
     assert "set data.cache_gib to 2 or more" in said
+
+
+def test_stored_features_in_an_object_store_are_measured_against_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    def cache_of(directory: str) -> int:
+        columns = (Column(name="embedding", dtype=np.uint8, shape=(GIB // 200,)),)
+        kinds = [
+            FeatureFiles(
+                directory=directory, name=name, noun=name, shard_sizes=(100,) * 6, columns=columns, rows_per_file=9
+            )
+            for name in ("images", "captions")
+        ]
+        pairs = SimpleNamespace(plan=partial(StreamPlan, shard_sizes=(100,) * 6))
+        config = SimpleNamespace(run=SimpleNamespace(seed=3), data=Data(cache_gib=1.9))
+        return feature_cache(config, pairs, kinds, split="train")
+
+    assert cache_of("/features") == 0
+    assert not capsys.readouterr().out
+    assert cache_of("s3://bucket/features?region=eu-west-1") == 0
+    assert "data.cache_gib = 1.9 is less than the 2 GiB" in capsys.readouterr().out
 
 
 @given(st.integers(1, 2**36))
