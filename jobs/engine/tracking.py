@@ -71,6 +71,8 @@ def resolve_uri(tracking: TrackingSection, storage: str) -> str:
             raise ValueError(
                 f"tracking.uri = {shown!r} is no address of MLflow: give http://HOST:PORT of a server, or sqlite:///PATH"
             )
+        if uri.startswith(SQLITE) and not sqlite_file(uri).is_absolute():
+            return sqlite_uri(f"{Path.cwd()}/") + uri.removeprefix(SQLITE)
         return uri
     try:
         parts = urllib.parse.urlsplit(f"{uri.rstrip('/')}/health")
@@ -128,7 +130,7 @@ def open_run(
     """Find the MLflow run that belongs to a run directory, or create it with its parameters, tags and inputs.
 
     An existing run keeps its parameters, tags and inputs, except that the ID of a Ray job that continues it is added to
-    the IDs of the earlier jobs.
+    the IDs of the earlier jobs. A run of another configuration, whose directory was deleted, stays as it is.
     """
     tags = {**origin_tags(), **tags}
     try:
@@ -136,6 +138,8 @@ def open_run(
         experiment_id = find_or_create_experiment(client, uri, experiment)
         quote = '"' if "'" in directory else "'"  # MLflow's filter strings have no escapes
         same = f"tags.`{_RUN_TAG}` = {quote}{directory}{quote}"
+        if identity := tags.get("configuration_hash"):
+            same += f" and tags.configuration_hash = '{identity}'"
         if existing := client.search_runs([experiment_id], filter_string=same, max_results=1):
             run_id, known = existing[0].info.run_id, existing[0].data.tags.get(JOB_TAG, "")
             client.set_terminated(run_id, status="RUNNING")

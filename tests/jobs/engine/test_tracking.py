@@ -68,6 +68,7 @@ def test_a_directory_has_one_run_however_often_it_is_opened(mlflow_uri: str, tmp
     finish_run(first, status="FAILED", artifacts=tmp_path / "report", metrics={"verdict/x": 1.0}, note="**y**")
     assert open_for(mlflow_uri, "/runs/a") == first
     assert open_for(mlflow_uri, "/runs/b") != first
+    assert open_for(mlflow_uri, "/runs/a", configuration_hash="def") != first  # the directory was deleted
     run = MlflowClient(mlflow_uri).get_run(first.run_id)
     assert run.info.status == "RUNNING"
     assert run.data.params == {"rho": "3.0"}
@@ -238,8 +239,10 @@ def test_a_deleted_experiment_is_named_with_the_ways_out(mlflow_uri: str) -> Non
     check_experiment(mlflow_uri, "new")
 
 
-def test_the_default_store_lies_beside_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_store_lies_beside_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert resolve_uri(TrackingSection(uri="sqlite:///a.db"), "/runs") == f"sqlite:///{tmp_path}/a.db"
     assert default_uri("/a/runs") == "sqlite:////a/runs/mlflow.db"
     with pytest.raises(ValueError, match=r"no local directory .* --tracking\.no-enabled"):
         default_uri("s3://bucket")
