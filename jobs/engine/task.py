@@ -123,9 +123,12 @@ class RhoSteering:
             (directory / _STATE_FILE).write_text(json.dumps(self._controller.state()))
 
     def load(self, directory: Path) -> None:
-        """Restore the controller's state from a checkpoint directory, and set the loss's ρ."""
-        if self._controller:
-            self._controller.restore(json.loads((directory / _STATE_FILE).read_text()))
+        """Restore the controller's state from a checkpoint directory, and set the loss's ρ.
+
+        A run that starts from one whose ρ was constant finds no state, and adjusts ρ from its own.
+        """
+        if self._controller and (file := directory / _STATE_FILE).exists():
+            self._controller.restore(json.loads(file.read_text()))
             self._apply(self._controller.rho)
 
 
