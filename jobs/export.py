@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     with refusals_on_one_line():
         job = tyro.cli(ExportJob, args=arguments, prog="python -m jobs.export", description=__doc__)
     from jobs.engine.export import configuration_from, configure, find_checkpoint, make_late_export, read_task
-    from jobs.engine.fields import absolute_path
+    from jobs.engine.fields import absolute_path, with_fields
     from jobs.engine.resumption import FatalTrainingError
 
     try:
@@ -59,6 +59,8 @@ def main(arguments: Sequence[str]) -> int:
         # The directory may have been moved since the run.
         storage, _, name = directory.rpartition("/")
         config = replace(config, run=replace(config.run, storage=storage, name=name))
+        if kind == "ClassifierConfig":
+            config = with_fields(config, {"fold.keep_model": True})
         if job.use_gpu is not None:
             config = replace(config, workers=replace(config.workers, use_gpu=job.use_gpu))
         plan = importlib.import_module(f"{_TASKS[kind]}.plan").make_plan(configure(config, late))

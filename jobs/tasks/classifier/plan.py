@@ -9,7 +9,7 @@ from typing import Any
 
 from jobs.engine.launch import tracking_uri
 from jobs.engine.task import Plan, PreparedTask
-from jobs.tasks.base import count_parameters, create_task
+from jobs.tasks.base import count_parameters, create_task, resolve_paths
 from jobs.tasks.classifier.config import ClassifierConfig
 from jobs.tasks.classifier.task import build_model, read_fold
 from pipelines.sentences.senteval import SentenceTask
@@ -65,7 +65,7 @@ class ClassifierPlan(Plan[ClassifierConfig]):
         source = self.config.data.file or f"{self.config.data.directory}/{self.data.name}"
         counts = {"num_train": self.num_train, "num_held_out": self.num_held_out}
         return PreparedTask(
-            create_task=partial(create_task, "jobs.tasks.classifier.task:ClassifierTask", self.config),
+            create_task=partial(create_task, "jobs.tasks.classifier.task:ClassifierTask", resolve_paths(self.config)),
             num_samples=self.num_train,
             parameters={**counts, "num_cut": self.num_cut},
             data_sets={"training": (self.data.name, self.data.digest, source)},

@@ -12,10 +12,14 @@ import pytest
 import torch
 from scipy.stats import ttest_1samp
 
-from jobs.engine.fields import configuration_hash, fixed_values, with_fields
+from jobs import export
+from jobs.engine.export import write_task
+from jobs.engine.fields import configuration_hash, fixed_values, resolve_fields, with_fields
+from jobs.engine.resumption import write_file_list
 from jobs.studies.cross_validation import as_markdown, make_rows
 from jobs.studies.estimates import estimate
 from jobs.tasks.classifier.config import CrossValidationConfig
+from jobs.tasks.classifier.plan import make_plan
 from jobs.tasks.classifier.task import build_model, folds, read_data, read_fold, sentence_tensors
 from jobs.tasks.presets.classifiers import PRESETS
 from pipelines.text.tokenization import load_tokenizer, train_wordpiece
@@ -63,6 +67,24 @@ def test_the_supervised_contrastive_loss_is_a_setting_beside_the_others(config: 
     ):
         with pytest.raises(ValueError, match=message):
             replace(config.grid, contrastive_weight=values)
+
+
+def test_a_cell_that_kept_no_model_is_exported_later(
+    config: CrossValidationConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"model.path": "", "model.hidden_size": 16, "model.num_layers": 1, "model.num_heads": 2}
+    cell = with_fields(config, sizes).cells()[0]
+    assert make_plan(cell).prepare().create_task.args[1] == resolve_fields(cell)  # type: ignore[attr-defined]
+    checkpoint = Path(cell.run.directory) / "checkpoint-00000005"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text('{"world_size": 1}')
+    write_file_list(checkpoint, rank=0, world_size=1, group="g")
+    write_task(cell)
+    plans: list[Any] = []
+    monkeypatch.setattr("jobs.engine.export.make_late_export", lambda plan, late: plans.append(plan))
+    assert export.main([cell.run.directory]) == 0
+    assert plans[0].config.fold.keep_model
+    assert not cell.fold.keep_model
 
 
 @pytest.mark.parametrize(("with_padding", "with_types"), [(False, True), (True, False)])
