@@ -17,6 +17,7 @@ from jobs.engine.fields import (
     check_share,
     stands_for,
 )
+from jobs.engine.masking import masked
 
 # Trials and files add to the name of a run, and a name has at most 255 bytes on most file systems.
 _MAX_NAME_BYTES = 200
@@ -84,26 +85,25 @@ class RunSection:
 
     @property
     def resolved_storage(self) -> str:
-        """`storage` as an absolute path or a URI.
+        """`storage` as an absolute path or a URI."""
+        return resolve_directory("run.storage", self.storage or os.environ.get("TEMPNET_HOME", "runs"))
 
-        Raises:
-            ValueError: for a relative path inside the working directory of a submitted job, which Ray deletes.
-        """
-        storage = (self.storage or os.environ.get("TEMPNET_HOME", "runs")).removeprefix("file://")
-        if "://" in storage:
-            return storage.rstrip("/")
-        path = Path(storage).expanduser()
-        if not path.is_absolute() and "runtime_resources" in Path.cwd().parts:
-            raise ValueError(
-                f"run.storage = {storage!r} is relative to the uploaded working directory of this Ray job, which is "
-                "deleted with the Ray session: give an absolute path or a URI that all nodes share, or set TEMPNET_HOME"
-            )
-        return str(path.resolve())
+    @property
+    def resolved(self) -> Self:
+        """The section with absolute paths or URIs, for workers, which have another working directory."""
+        return replace(
+            self,
+            storage=self.resolved_storage,
+            prepared=self.prepared and self.prepared_directory,
+            export=self.export and self.export_directory,
+        )
 
     @property
     def prepared_directory(self) -> str:
         """Directory or URI of the prepared data."""
-        return self.prepared or f"{self.resolved_storage}/prepared"
+        if self.prepared:
+            return resolve_directory("run.prepared", self.prepared)
+        return f"{self.resolved_storage}/prepared"
 
     @property
     def directory(self) -> str:
@@ -113,7 +113,30 @@ class RunSection:
     @property
     def export_directory(self) -> str:
         """Directory or URI of the exported model: a Transformers directory that also contains the TempNet in `tempnet/`."""
-        return self.export or f"{self.directory}/export"
+        return resolve_directory("run.export", self.export) if self.export else f"{self.directory}/export"
+
+
+def resolve_directory(field: str, place: str) -> str:
+    """Return a directory that a field names as an absolute path or a URI.
+
+    Raises:
+        ValueError: for a URI with a query, or for a relative path inside the working directory of a submitted job, which
+            Ray deletes.
+    """
+    place = place.removeprefix("file://")
+    if "://" in place:
+        if "?" in place:
+            raise ValueError(
+                f"{field} = {masked(place)!r} must have no query: set AWS_ENDPOINT_URL and AWS_DEFAULT_REGION on every node"
+            )
+        return place.rstrip("/")
+    path = Path(place).expanduser()
+    if not path.is_absolute() and "runtime_resources" in Path.cwd().parts:
+        raise ValueError(
+            f"{field} = {place!r} is relative to the uploaded working directory of this Ray job, which is deleted with "
+            "the Ray session: give an absolute path or a URI that all nodes share, or set TEMPNET_HOME"
+        )
+    return str(path.resolve())
 
 
 _RANGE = re.compile(r"(\d+):(\d+)")
@@ -148,8 +171,8 @@ class WorkersSection:
     """Save memory by recomputing the base model's activations in the backward pass."""
     compile: Literal["auto", "on", "off"] = field(default="auto", metadata=FREE_TO_CHANGE)
     """on: the base's transformer blocks are compiled by torch.compile in the first step, which takes one to two minutes; the
-    result is kept in `compiled` beside the prepared data. Losses differ by rounding. auto: on for GPUs, unless ZeRO 3 divides
-    the base; off for CPUs."""
+    result is kept in `compiled` beside the prepared data. Losses differ by rounding. auto: on for language models on GPUs,
+    unless ZeRO 3 divides the base; else off."""
     micro_batch: Literal["given", "auto"] = field(default="given", metadata=FREE_TO_CHANGE)
     """given: a worker processes `optimizer.micro_batch_size` samples at a time. auto: as many as the memory that is free when
     it starts has room for, by the arithmetic of `jobs.engine.hardware` (language models). Losses differ by rounding."""
@@ -157,7 +180,7 @@ class WorkersSection:
     """Keep the optimizer state in CPU memory. Needs ZeRO stage 1, 2 or 3."""
     memory_gib: float | None = field(default=None, metadata=FREE_TO_CHANGE)
     """Memory that a worker may take, in GiB: that of its GPU, else of its process. A run that needs more by the arithmetic
-    of `jobs.engine.hardware` is refused. None: unlimited."""
+    of `jobs.engine.hardware` is refused (language models). None: unlimited."""
 
     def __post_init__(self) -> None:
         if isinstance(self.num_workers, int):
@@ -185,7 +208,7 @@ class WorkersSection:
 
     @property
     def compiles(self) -> bool:
-        """Whether the base's transformer blocks are compiled."""
+        """Whether the transformer blocks of a language model are compiled, unless their results are read instead."""
         return self.compile == "on" or (self.compile == "auto" and self.use_gpu and self.zero_stage != 3)
 
     @property
@@ -343,6 +366,8 @@ class TrainingConfig:
 
     accumulates_gradients: ClassVar[bool] = False
     """Whether a worker may process its share of a batch in micro-batches."""
+    has_blocks: ClassVar[bool] = False
+    """Whether the base has transformer blocks that can be compiled, and whose memory is known beforehand."""
 
     run: RunSection
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
@@ -366,6 +391,9 @@ class TrainingConfig:
                 else "a task without micro-batches"
             )
             raise ValueError(f"workers.micro_batch = 'auto' does not go together with {fixed}")
+        if not self.has_blocks and (self.workers.compile == "on" or self.workers.memory_gib is not None):
+            name = "compile" if self.workers.compile == "on" else "memory_gib"
+            raise ValueError(f"workers.{name} = {getattr(self.workers, name)!r} is for language models: leave it out")
         for workers in (self.workers.min_workers, self.workers.max_workers):
             if size % workers:
                 raise ValueError(

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 import pyarrow.fs
 from transformers import AutoConfig
 
-from jobs.engine.config import TrainingConfig
+from jobs.engine.config import TrainingConfig, resolve_directory
 from jobs.engine.fields import resolve_fields, with_absolute_paths
 from jobs.engine.masking import masked
 from jobs.engine.resumption import FatalTrainingError, find_damage, whole_checkpoints
@@ -94,7 +94,7 @@ def find_checkpoint(directory: str, step: int | None, output: str) -> LateExport
         raise ValueError(
             f"step = {chosen}: {damage or 'it was not kept'}; {directory} has the checkpoints of steps {steps}"
         )
-    output = output.rstrip("/") or f"{directory}/export-{chosen}"
+    output = resolve_directory("output", output or f"{directory}/export-{chosen}")
     if exists(output):
         raise ValueError(f"output = {output!r} exists: delete it, or choose another directory")
     checkpoint = f"{directory}/{names[chosen]}"
@@ -139,8 +139,7 @@ _TASK_FILE = "task.json"
 
 def write_task(config: TrainingConfig) -> None:
     """Write the configuration, with absolute paths and without passwords, into the directory of the run."""
-    run = dataclasses.replace(config.run, storage=config.run.resolved_storage)
-    values = dataclasses.asdict(with_absolute_paths(resolve_fields(dataclasses.replace(config, run=run))))
+    values = dataclasses.asdict(with_absolute_paths(resolve_fields(replace(config, run=config.run.resolved))))
     write_json(
         f"{config.run.directory}/{_TASK_FILE}",
         {"configuration_class": type(config).__name__, "configuration": masked(values)},

@@ -186,7 +186,7 @@ class TrainingLoop:
             self.step += 1
             for throughput in (self.total, self.since_report):
                 throughput.add(time.perf_counter() - started, waited, self.num_units - num_units_before)
-            if self.progress and config.workers.compiles and self.step == self.first_step + 1:
+            if self.progress and self.task.is_compiled and self.step == self.first_step + 1:
                 self.progress.say(
                     f"the first step took {self.total.seconds:.0f} s, most of it to compile the base's blocks"
                 )

@@ -154,6 +154,8 @@ class Task(ABC, Generic[Config]):
     """The frozen base; None if there is none."""
     steering: RhoSteering | None = None
     """Adjusts ρ; None if the loss has none."""
+    is_compiled: bool = False
+    """Whether the first step compiles blocks of the base."""
     number: int = 0
     """Number of this run among those that train together."""
     member_configs: Sequence[Config] = ()

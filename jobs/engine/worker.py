@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # the driver needs neither DeepSpeed nor MLflow for these
 
 # Set for workers that compute on CPUs. Ray runs their code in a thread, where glibc returns every freed megabyte to the
 # kernel and gets it back as zeroed pages, which costs a small step at least a quarter of its time (benchmarks/README.md).
-# A single arena that keeps its memory avoids this. TORCHDYNAMO_DISABLE is set because nothing is compiled here, but DeepSpeed
+# A single arena that keeps its memory avoids this. TORCHDYNAMO_DISABLE is set unless blocks are compiled, because DeepSpeed
 # imports its Muon optimizer in any case, which would load torch's compiler and delay every start by a second or more.
 CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
@@ -106,8 +106,10 @@ def worker_environment(config: TrainingConfig) -> dict[str, str]:
     environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"}
     if not config.workers.use_gpu:
         environment |= {"DS_ACCELERATOR": "cpu", **CPU_ENVIRONMENT}
-    if config.workers.compiles and "://" not in config.run.prepared_directory:
-        environment["TORCHINDUCTOR_CACHE_DIR"] = f"{config.run.prepared_directory}/compiled"
+    if config.workers.compiles:
+        environment["TORCHDYNAMO_DISABLE"] = "0"
+        if "://" not in config.run.prepared_directory:
+            environment["TORCHINDUCTOR_CACHE_DIR"] = f"{config.run.prepared_directory}/compiled"
     return environment
 
 

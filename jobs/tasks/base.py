@@ -148,7 +148,7 @@ def resolve_paths(config: Config) -> Config:
     configuration has a `tokenizer`, then `data.tokenizer` names the tokenizer that is used.
     """
     given: Any = config  # the data section and the tokenizer differ between tasks
-    changes: dict[str, Any] = {"run": dataclasses.replace(config.run, storage=config.run.resolved_storage)}
+    changes: dict[str, Any] = {"run": config.run.resolved}
     if hasattr(given, "tokenizer"):
         changes["data"] = dataclasses.replace(given.data, tokenizer=given.tokenizer)
     return with_absolute_paths(resolve_fields(dataclasses.replace(config, **changes)))

@@ -315,7 +315,7 @@ class DistillationSection:
 class LanguageModelConfig(TrainingConfig):
     """Configuration of a training run of a language model and its TempNet."""
 
-    accumulates_gradients = True
+    accumulates_gradients = has_blocks = True
 
     data: DataSection
     model: ModelSection = field(default_factory=ModelSection)

@@ -95,6 +95,7 @@ class LanguageModelTask(Task[LanguageModelConfig]):
         divisible = None if self.features else find_divisible_base(self.config)
         base = self._stored_base() if divisible is None else divisible[0]
         modules = build_models([member.config for member in self.make_members()], tokenizer, base)
+        self.is_compiled = self.config.workers.compiles and self.features is None
         if divisible is not None:
             load_partitioned(*divisible, deepspeed_config(self.config), rank=self.rank)
         for member, module in zip(self.members, modules, strict=True):

@@ -208,6 +208,7 @@ def test_the_newest_or_the_given_step_is_chosen(tmp_path: Path) -> None:
     newest = find_checkpoint(str(tmp_path), None, "")
     assert (newest.step, newest.output, newest.num_writers) == (10, f"{tmp_path}/export-10", 2)
     assert find_checkpoint(str(tmp_path), 5, "").checkpoint == f"{tmp_path}/checkpoint-00000005"
+    assert find_checkpoint(str(tmp_path), 5, "late").output == str(Path("late").absolute())
     with pytest.raises(ValueError, match=r"step = 7: .* has the checkpoints of steps 5, 10"):
         find_checkpoint(str(tmp_path), 7, "")
     (tmp_path / "export-10").mkdir()

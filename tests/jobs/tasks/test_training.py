@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,10 +23,11 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from support import tiny_config, with_sections
+from support import tiny_config, tiny_options, with_sections
 from task_support import sample_states, tiny_clip_config, tiny_sentences, write_smooth_tower
 from tokenizers import Tokenizer
 
+from jobs.engine.worker import worker_environment
 from tests.local_training import Asking, Call, history, train_plan
 
 NUM_STEPS = 12
@@ -240,6 +244,28 @@ def test_compiled_blocks_train_what_eager_ones_do(site: Site) -> None:
     assert compiled["validation"]["cross_entropy_tau"] == pytest.approx(
         alone["validation"]["cross_entropy_tau"], rel=1e-4
     )
+
+
+@pytest.mark.parametrize("compile", ["on", "off"])
+def test_the_environment_of_a_worker_lets_blocks_be_compiled(tmp_path: Path, compile: str) -> None:
+    config = tiny_config(tmp_path, tmp_path, "a", workers={"compile": compile})
+    code = "import torch; from torch._dynamo.utils import counters; torch.compile(torch.sin, backend='eager')(torch.ones(1))"
+    environment = os.environ | {"TORCHDYNAMO_DISABLE": "1"} | worker_environment(config)
+    words = [sys.executable, "-c", f"{code}; print(counters['frames']['ok'])"]
+    found = subprocess.run(words, env=environment, check=True, capture_output=True, text=True)
+    assert int(found.stdout) == (compile == "on")
+
+
+@pytest.mark.long
+def test_a_command_without_ray_compiles_blocks_and_keeps_them(corpus: Path, tmp_path: Path) -> None:
+    words = [
+        sys.executable, "-m", "jobs.train_lm", *tiny_options(corpus, tmp_path, "compiled"),
+        f"--run.prepared={tmp_path}/prepared", "--run.num-steps=1", "--tracking.no-enabled", "--workers.local",
+        "--workers.num-workers=1", "--workers.compile=on",
+    ]  # fmt: skip
+    said = subprocess.run(words, check=True, capture_output=True, text=True)
+    assert "most of it to compile the base's blocks" in said.stdout + said.stderr
+    assert list((tmp_path / "prepared" / "compiled").rglob("*.so"))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "distil"])
