@@ -44,6 +44,14 @@ def recorded_as(**values: str) -> dict[str, Any]:
     return {"recorded_as": values}
 
 
+def none_was_recorded_as(value: Any) -> dict[str, Any]:
+    """Return the metadata of a field whose None earlier versions recorded as `value`, whatever it stands for.
+
+    Runs recorded in this way are continued and have the same hash.
+    """
+    return {"none_was_recorded_as": value}
+
+
 def stands_for(name: str) -> dict[str, str]:
     """Return the metadata of a field that can leave its value to the machine where a run starts.
 
@@ -208,15 +216,22 @@ def _check_type(config: Any, name: str, value: Any) -> None:
     for section in sections:
         config = getattr(config, section)
     hint = get_type_hints(type(config))[field]
+    if get_origin(hint) is tuple:
+        kind = get_args(hint)[0]
+        if not isinstance(value, tuple | list) or not all(_fits((kind,), item) for item in value):
+            raise ValueError(f"{name} = {value!r} must be a list of {kind.__name__}")
+        return
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     options = [option for kind in kinds if get_origin(kind) is Literal for option in get_args(kind)]
     plain = tuple(kind for kind in kinds if isinstance(kind, type))
-    others = [kind for kind in kinds if get_origin(kind) not in (None, Literal)]  # sequences, which are not checked
-    fits = isinstance(value, plain) and (bool in plain or not isinstance(value, bool))
-    if fits or value in options or others or (float in plain and type(value) is int):
-        return
-    legal = [*map(repr, options), *("None" if kind is NoneType else kind.__name__ for kind in plain)]
-    raise ValueError(f"{name} = {value!r} must be {' or '.join(legal)}")
+    if value not in options and not _fits(plain, value):
+        legal = [*map(repr, options), *("None" if kind is NoneType else kind.__name__ for kind in plain)]
+        raise ValueError(f"{name} = {value!r} must be {' or '.join(legal)}")
+
+
+def _fits(kinds: tuple[type, ...], value: Any) -> bool:
+    is_number = float in kinds and type(value) is int
+    return is_number or (isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool)))
 
 
 def check_fields(names: Iterable[str], configs: Iterable[Any]) -> None:
@@ -228,28 +243,30 @@ def check_fields(names: Iterable[str], configs: Iterable[Any]) -> None:
             raise ValueError(f"there is no field {name}: did you mean {' or '.join(near) or 'another'}?")
 
 
-def fixed_values(config: Any) -> dict[str, Any]:
-    """Return the fields that identify a run, or a group of runs.
+def fixed_values(config: Any, *, as_earlier: bool = False) -> dict[str, Any]:
+    """Return the fields that identify a run, or a group of runs; `as_earlier`: as earlier versions recorded them.
 
     These are all that are not marked with `FREE_TO_CHANGE`, without those that are marked with `added_later` and have the
     value that earlier runs stand for. Secrets in URIs are masked, so that they are not recorded and may be renewed.
     """
     return {
         name: masked(metadata.get("recorded_as", {}).get(value, value) if isinstance(value, str) else value)
+        if value is not None or not as_earlier
+        else metadata.get("none_was_recorded_as")
         for name, value, metadata in flat_fields(config)
         if not metadata.get("is_free_to_change", False) and metadata.get("value_before", _NO_VALUE) != value
     }
 
 
-def recorded_values(config: Any) -> dict[str, Any]:
+def recorded_values(config: Any, *, as_earlier: bool = False) -> dict[str, Any]:
     """Return the fields that identify a run as its `configuration.json` holds them, such as tuples as lists."""
-    values: dict[str, Any] = json.loads(json.dumps(fixed_values(config)))
+    values: dict[str, Any] = json.loads(json.dumps(fixed_values(config, as_earlier=as_earlier)))
     return values
 
 
 def configuration_hash(config: Any) -> str:
     """Return a hash (12 hex digits) of the fields that identify a run."""
-    content = json.dumps(fixed_values(config), sort_keys=True)
+    content = json.dumps(fixed_values(config, as_earlier=True), sort_keys=True)
     return hashlib.blake2b(content.encode(), digest_size=6).hexdigest()
 
 
@@ -279,10 +296,18 @@ PRESET = "preset"
 """Key of a file that names the preset, which then need not be given on the command line."""
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads `2:8` as text, which YAML 1.1 takes for a number to the base 60."""
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        tag = super().resolve(kind, value, implicit)
+        return self.DEFAULT_SCALAR_TAG if tag.endswith((":int", ":float")) and ":" in value else tag
+
+
 def read_config_file(path: str) -> dict[str, Any]:
     """Return the fields of a file as `section.field` → value, and its preset under :data:`PRESET` if it names one."""
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
+        content = _Loader(Path(path).read_text(encoding="utf-8-sig")).get_single_data()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ValueError(f"--config {path}: {reason}") from error
@@ -326,21 +351,11 @@ def apply_config_file(preset: Config, values: Mapping[str, Any], path: str) -> C
 
 
 def save_config_file(config: Any, preset: str, path: str) -> None:
-    """Write all fields of a configuration as YAML that `--config` reads; passwords in addresses are masked.
+    """Write all fields of a configuration, as they were given, as YAML that `--config` reads.
 
-    Only the user can read the file.
+    Passwords in addresses are masked, and only the user can read the file.
     """
-    content: dict[str, Any] = {PRESET: preset}
-    for name, value, _ in flat_fields(config):
-        *sections, field = name.split(".")
-        section = content
-        for key in sections:
-            section = section.setdefault(key, {})
-        section[field] = _plain(masked(value))
-    text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    values = json.loads(json.dumps(masked(dataclasses.asdict(config))))  # YAML knows no tuples
+    text = yaml.safe_dump({PRESET: preset, **values}, sort_keys=False, allow_unicode=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
-
-
-def _plain(value: Any) -> Any:
-    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value

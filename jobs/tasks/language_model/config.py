@@ -16,6 +16,7 @@ from jobs.engine.fields import (
     check_not_negative,
     check_positive,
     check_share,
+    none_was_recorded_as,
     recorded_as,
     stands_for,
     values_of,
@@ -119,7 +120,9 @@ class TemperatureSection(TempNetSection):
     """The fixed temperature of the losses fixed and fixed_robust."""
     tau_min: float = 0.001
     """τ₀, the lower bound of the temperature."""
-    tau_max: float | None = field(default=None, metadata=stands_for("upper_bound"))
+    tau_max: float | None = field(
+        default=None, metadata=stands_for("known_upper_bound") | none_was_recorded_as(DEFAULT_TAU_MAX)
+    )
     """τ_max, the upper bound of the temperature. None: 2, or, for the loss proper on a frozen base, what the headroom test
     on a sample of the text asks for (`tempnet.headroom.run`)."""
     input: Literal["logits", "hidden", "both"] = field(default="logits", metadata=added_later("logits"))
@@ -193,6 +196,11 @@ class TemperatureSection(TempNetSection):
     def upper_bound(self) -> float:
         """τ_max, which is 2 where none is given or measured."""
         return DEFAULT_TAU_MAX if self.tau_max is None else self.tau_max
+
+    @property
+    def known_upper_bound(self) -> float | None:
+        """τ_max as far as it is known before anything is measured; None with the loss proper, unless it is given."""
+        return self.tau_max if self.loss == "proper" else self.upper_bound
 
     @property
     def tau_range(self) -> tuple[float, float]:
@@ -482,7 +490,8 @@ def with_rho(config: LanguageModelConfig, rho: float) -> LanguageModelConfig:
 def with_measured(config: LanguageModelConfig, record: Mapping[str, Any]) -> LanguageModelConfig:
     """Return the configuration with what was measured on its base (`calibration.json`) in the place of defaults.
 
-    What a record holds None for, or lacks, has the value that it had before it was measured.
+    What a record holds None for, or lacks, has the value that it had before it was measured. A measured range replaces a
+    given one, because earlier versions wrote the default into `task.json` as if it were given.
     """
     if "rho" in record and config.temperature.needs_calibration:
         config = with_rho(config, float(record["rho"]))

@@ -34,6 +34,7 @@ from tempnet.models.causal_lm import NUM_PROFILED_LOGITS, TemperatureCausalLM, c
 from tempnet.models.output_head import StoredBase
 from tempnet.models.packing import FLASH, FLEX, document_mask, takes_document_mask
 from tempnet.network import TempNet
+from tempnet.network_config import TempNetConfig
 from tempnet.softmax.config import TemperatureLossConfig
 from tempnet.softmax.linear import NUM_LOGITS_PER_CHUNK
 from tempnet.weights import WeightFiles, check_weight_files
@@ -303,14 +304,16 @@ def state_size(base: PreTrainedModel | StoredBase) -> int:
 def build_tempnet(config: LanguageModelConfig, vocab_size: int, rho: float, state_size: int) -> TempNet:
     """Build a new TempNet, or load the saved one from `temperature.path`."""
     wanted = config.temperature.network_config(vocab_size, rho, state_size)
-    if not config.temperature.path:
-        return TempNet(wanted)
-    network = TempNet.from_pretrained(local_copy(config.temperature.path)).train()
+    return load_tempnet(config.temperature.path, wanted) if config.temperature.path else TempNet(wanted)
+
+
+def load_tempnet(path: str, wanted: TempNetConfig, *, unknown: Iterable[str] = ()) -> TempNet:
+    """Load the saved TempNet of `temperature.path`; its configuration must be `wanted`, but for fields not known yet."""
+    with naming_field("temperature.path = "):
+        network = TempNet.from_pretrained(local_copy(path)).train()
     network.set_tau_max_eval(None)
-    if network.config != wanted:
-        raise ValueError(
-            f"temperature.path = {config.temperature.path!r} was saved with {network.config}, but this run needs {wanted}"
-        )
+    if replace(network.config, **{name: getattr(wanted, name) for name in unknown}) != wanted:
+        raise ValueError(f"temperature.path = {path!r} was saved with {network.config}, but this run needs {wanted}")
     return network
 
 

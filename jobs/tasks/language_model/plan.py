@@ -35,10 +35,16 @@ from jobs.tasks.language_model.data import (
     refer_to_base,
     warn_of_known_text,
 )
-from jobs.tasks.language_model.models import base_shapes, check_teacher, check_tokenizer, estimate_memory, state_size
+from jobs.tasks.language_model.models import (
+    base_shapes,
+    check_teacher,
+    check_tokenizer,
+    estimate_memory,
+    load_tempnet,
+    state_size,
+)
 from jobs.tasks.text import describe_data, prepare_split, prepare_training_text, refer_to
 from pipelines.archives import Archive, list_archives
-from pipelines.local_copy import local_copy
 from pipelines.stream import READ_CPUS
 from pipelines.text.manifest import Manifest
 from pipelines.text.tokenization import document_start_id, load_tokenizer
@@ -212,8 +218,8 @@ def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
     if config.temperature.needs_tempnet:
         network = TempNet(config.temperature.network_config(vocab_size, rho or 0.0, state_size(base)))
         if config.temperature.path:
-            with naming_field("temperature.path = "):
-                TempNet.from_pretrained(local_copy(config.temperature.path))
+            measured = {"rho": rho is None, "tau_max": config.has_measured_range}
+            load_tempnet(config.temperature.path, network.config, unknown=[name for name in measured if measured[name]])
     if config.temperature.fits_likelihood:
         check_is_new(config, archives)
     num_base, num_tempnet = count_parameters(base), count_parameters(network)

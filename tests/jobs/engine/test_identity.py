@@ -11,18 +11,22 @@ from typing import Any
 import pytest
 import torch
 
-from jobs.engine.config import TrainingConfig
-from jobs.engine.export import configuration_from, model_digest, read_task, tempnet_digest
+from jobs.engine.config import RunSection, TrainingConfig
+from jobs.engine.export import configuration_from, model_digest, read_task, tempnet_digest, write_task
 from jobs.engine.fields import (
     absolute_path,
     configuration_hash,
     differences,
     fixed_values,
     flatten,
+    recorded_values,
     resolve_fields,
     with_fields,
 )
+from jobs.engine.launch import claim_directory
+from jobs.tasks.base import resolve_paths
 from jobs.tasks.presets.language_models import PRESETS
+from pipelines.storage import write_json
 from tempnet import TempNet, TempNetConfig
 from tempnet.fingerprints import files_digest
 
@@ -75,6 +79,30 @@ def test_only_what_exists_here_becomes_absolute(tmp_path: Any, monkeypatch: pyte
     (tmp_path / "data").symlink_to(tmp_path / "blobs")
     assert absolute_path(f"{tmp_path}/blobs/../text.jsonl") == str(tmp_path / "text.jsonl")
     assert absolute_path(str(tmp_path / "data")) == str(tmp_path / "blobs")
+
+
+def test_what_a_run_writes_is_absolute_for_its_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = {"storage": "runs", "prepared": "ready", "export": "exports/a"}
+    config = with_fields(PRESETS["gpt2-scratch-small"](), {f"run.{name}": place for name, place in names.items()})
+    Path(config.run.directory).mkdir(parents=True)
+    write_task(config)
+    for run in (resolve_paths(config).run, RunSection(**read_task(config.run.directory)[1]["run"])):
+        assert {name: getattr(run, name) for name in names} == {name: f"{tmp_path}/{names[name]}" for name in names}
+    assert not with_fields(config, {"run.export": ""}).run.resolved.export  # it moves with the directory of the run
+
+
+def test_a_range_that_is_measured_is_not_the_one_that_is_given(tmp_path: Path) -> None:
+    changes = {"run.storage": str(tmp_path), "temperature.loss": "proper"}
+    measured = with_fields(PRESETS["gpt2-scratch-small"](), changes)
+    given = with_fields(measured, {"temperature.tau_max": 2.0})
+    claim_directory(measured)
+    with pytest.raises(ValueError, match=r"temperature\.tau_max: None → 2\.0"):
+        claim_directory(given)
+    # Earlier versions recorded 2 for both, and their runs are continued.
+    assert configuration_hash(measured) == configuration_hash(given)
+    write_json(f"{measured.run.directory}/configuration.json", recorded_values(given))
+    claim_directory(measured)
 
 
 @pytest.mark.parametrize("size", [10, 5 << 20])

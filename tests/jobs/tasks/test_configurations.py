@@ -15,7 +15,7 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from jobs.engine.command_line import parse_preset
-from jobs.engine.fields import recorded_values, resolve_fields, with_fields
+from jobs.engine.fields import recorded_values, with_fields
 from jobs.studies.cross_validation import make_cross_validation
 from jobs.studies.sweeps import presets as sweep_presets
 from jobs.tasks.classifier.task import read_data
@@ -29,6 +29,7 @@ from jobs.tasks.presets import classifiers, clip, images, language_models, sente
 from jobs.tasks.sentence_encoder.plan import make_plan as make_sentence_plan
 from pipelines.images.prepare import check_source
 from pipelines.text.tokenization import train_bpe, train_wordpiece
+from tempnet import TempNet, TempNetConfig
 from tempnet.models.towers import random_tower
 
 TEXT = " ".join(f"word{number}" for number in range(40))
@@ -80,6 +81,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "--tracking.max-model-gib -1": "tracking.max_model_gib = -1 must not be negative",
         "--tracking.enabled --tracking.uri mlflow:5000": "tracking.uri = 'mlflow:5000' is no address of MLflow: give http://",
         "--tracking.enabled --run.storage s3://bucket/runs": "tracking.uri is not given",
+        "--run.storage s3://bucket/runs?region=eu": "run.storage = 's3://bucket/runs?region=eu' must have no query: set AWS",
         "--data.max-bad-share 1.5": "data.max_bad_share = 1.5 must lie in",
         "--data.context-length 1": "data.context_length = 1 must be at least 2",
         "--data.validation foreign": "data.validation: … config.json",
@@ -98,6 +100,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "--model.path x --model.num-gpus 2": "model.num_gpus = 2 must be 1, or more with workers.use_gpu and",
         "--model.path x --workers.activation-checkpointing":
             "workers.activation_checkpointing = True saves the memory of a base model's",
+        "--temperature.path saved": "temperature.path = … saved' was saved with … rho=1.0, … but this run needs",
         "--temperature.loss reward": "python -m jobs.train_reward",
         "--temperature.loss drro": "temperature.loss = 'drro' is unknown: choose one of ce",
         "--temperature.target-entropy None": "both None: ρ can be calibrated only on a model",
@@ -116,6 +119,8 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     PAIRS: {
         "--workers.micro-batch auto": "workers.micro_batch = 'auto' does not go together with a task without",
+        "--workers.compile on": "workers.compile = 'on' is for language models",
+        "--workers.memory-gib 1": "workers.memory_gib = 1.0 is for language models",
         "--optimizer.micro-batch-size 32": "optimizer.micro_batch_size = 32: a contrastive loss compares all samples",
         "--workers.zero-stage 3": "workers.zero_stage = 3",
         "--workers.activation-checkpointing": "workers.activation_checkpointing = True would run the batch",
@@ -259,6 +264,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     config = AutoConfig.for_model("roberta", vocab_size=500, max_position_embeddings=30, pad_token_id=0, **sizes)
     AutoModelForMaskedLM.from_config(config).save_pretrained(directory / "short")
+    TempNet(TempNetConfig.for_logits(400, rho=1.0)).save_pretrained(directory / "saved")
     random_tower("vit", "image", image_size=32, patch_size=8, **sizes).save_pretrained(directory / "vit")
     build_encoder(parse(PAIRS), tokenizer).save_pretrained(directory / "encoder", tokenizer)
     return directory
@@ -430,19 +436,21 @@ def test_a_student_that_begins_anew_takes_the_tokenizer_of_its_teacher(options: 
 
 def test_a_configuration_is_saved_read_again_and_overridden(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    words = f"frozen-small --model.path m --temperature.rho 3 --run.name grüße --dry-run --save {file}"
+    words = f"frozen-small --model.path m --temperature.loss proper --run.name grüße --dry-run --save {file}"
     config, _ = parse_preset(language_models.PRESETS, words.split(), job="train_lm", purpose="")
-    assert parse(f"train_lm --config {file}") == resolve_fields(config)
+    assert parse(f"train_lm --config {file}") == config
+    assert config.has_measured_range
     changed = parse(f"train_lm gpt2-scratch-small --config={file} --optimizer.batch-size 8")
-    assert changed == with_fields(resolve_fields(config), {"optimizer.batch_size": 8})
+    assert changed == with_fields(config, {"optimizer.batch_size": 8})
     # What a run's directory holds can be given back as it is.
     recorded = tmp_path / "configuration.json"
     recorded.write_text(json.dumps(recorded_values(config)))
     assert recorded_values(parse(f"train_lm frozen-small --config {recorded}")) == recorded_values(config)
     sweep = tmp_path / "sweep.yaml"
-    sweep.write_text("base: {run: {num_steps: 7}}\nsweep: {axes: [temperature.rho=1]}\n")
+    sweep.write_text("base: {run: {num_steps: 7}, workers: {num_workers: 2:8}}\nsweep: {axes: [temperature.rho=1]}\n")
     changed = parse(f"sweep frozen-rho-lr-small --config {sweep}")
     assert (changed.base.run.num_steps, changed.sweep.axes) == (7, ("temperature.rho=1",))
+    assert changed.base.workers.num_workers == "2:8"  # in YAML 1.1 a number to the base 60
 
 
 @pytest.mark.parametrize(
@@ -450,6 +458,8 @@ def test_a_configuration_is_saved_read_again_and_overridden(tmp_path: Path) -> N
     [
         ("temperature: {roh: 3}", "there is no field temperature.roh: did you mean temperature.rho"),
         ("optimizer.batch_size: many", "optimizer.batch_size = 'many' must be int"),
+        ("data.reader_resources: reader=1", "data.reader_resources = 'reader=1' must be a list of str"),
+        ("data.reader_resources: [1]", "data.reader_resources = (1,) must be a list of str"),
         ("optimizer.batch_size: -1", "optimizer.batch_size = -1"),
         ("temperature: {target_entropy: 4, rho: 1}", "target_entropy"),
         ("- a list", "must hold fields"),
