@@ -7,17 +7,18 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from jobs.engine.config import RunSection, TrackingSection
+from jobs.engine.fields import FREE_TO_CHANGE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSection:
     """Number and resources of the worker processes; results do not depend on them."""
 
-    num_workers: int = 1
+    num_workers: int = field(default=1, metadata=FREE_TO_CHANGE)
     """Number of worker processes, each of which holds one model at a time."""
     use_gpu: bool = False
     """Reserve one GPU for every worker. False: workers run on CPUs."""
-    cpus_per_worker: float = 1.0
+    cpus_per_worker: float = field(default=1.0, metadata=FREE_TO_CHANGE)
     """CPUs that Ray reserves for every worker; also its number of PyTorch threads. Reading data needs half a CPU more."""
 
     def __post_init__(self) -> None:

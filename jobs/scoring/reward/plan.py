@@ -154,7 +154,8 @@ def make_plan(config: RewardConfig) -> RewardPlan:
         plan.record["tempnet_digest"] = tempnet_digest(make_network(plan))
     panel = Panel(config.verifier)
     try:
-        panel.check((question.prompt.id, question.prompt.fields) for question in plan.asked)
+        asked = ((question.prompt.id, question.prompt.fields) for question in plan.asked)
+        plan.record["verifier_digest"] = panel.check(asked)
     finally:
         panel.close()
     return plan

@@ -1,9 +1,9 @@
 """Verifiers that run programs: a command, a Python function in a process that can be ended, or the unit tests of a prompt.
 
 The process of a function is `python -m jobs.scoring.verifiers.programs MODULE:FUNCTION SOCKET`. Its first line says whether
-the function was imported. Then it reads a sample as JSON, one a line, and answers with one line: `value`, what the function
-returned, and `problem`, which is empty unless it raised an exception. It ends with the process that started it, also from
-within a function that hangs.
+the function was imported, and as `value` from which file. Then it reads a sample as JSON, one a line, and answers with one
+line: `value`, what the function returned, and `problem`, which is empty unless it raised an exception. It ends with the
+process that started it, also from within a function that hangs.
 
 Generated code and its unit tests, which reach it through a connection (`code_process.py`), each have a process in namespaces
 of its own: no network, no process, file or socket of this machine but Python itself, which can only be read, and a scratch
@@ -29,6 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import IO, Any
 
 import psutil
@@ -65,6 +66,9 @@ class CommandVerifier(Verifier):
                 f"verifier.name = {command!r} is none of exact, gsm8k and unit-tests, no function MODULE:FUNCTION, and no "
                 "command of this machine"
             )
+
+    def files(self) -> list[Path]:
+        return [path for word in self._words if (path := Path(word)).is_file()]
 
     def judge(self, sample: Sample) -> float:
         name = self._words[0]
@@ -129,12 +133,16 @@ class FunctionVerifier(Verifier):
             )
         self._answers = self._socket.makefile("r", encoding="utf-8")
         try:
-            problem = self._read(_SECONDS_TO_START)["problem"]
+            answer = self._read(_SECONDS_TO_START)
+            problem, self._file = answer["problem"], answer["value"]
         except VerifierError as error:
             problem = str(error)
         if problem:
             self.close()
             raise ValueError(f"verifier.name = {self._name}: {problem}")
+
+    def files(self) -> list[Path]:
+        return [Path(self._file)] if self._file and Path(self._file).is_file() else []
 
     def judge(self, sample: Sample) -> float:
         try:
@@ -217,7 +225,7 @@ def serve(name: str, descriptor: int) -> None:
         except Exception as error:
             answer(problem=_describe(error))
             return
-        answer()
+        answer(getattr(sys.modules[module], "__file__", None))
         for line in samples:
             try:
                 value = function(json.loads(line))

@@ -12,10 +12,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from jobs.engine.fields import check_positive
 from jobs.scoring.generation.gsm8k import extract_answer, gold_answer
+from tempnet.fingerprints import files_digest
 
 # raised: an exception, or an exit status above 1; timed_out: no answer in time; died: the process ended without one;
 # not_a_number: NaN, or something else than a number; out_of_range: a number outside [0, 1].
@@ -32,7 +34,8 @@ class VerifierSection:
     """exact: the text equals `answer` of its prompt. gsm8k: its number is the one after #### in `answer`. unit-tests: its
     code passes `tests` of its prompt, run under limits. MODULE:FUNCTION: a Python function of a dictionary with `prompt`,
     `text` and the prompt's other fields, which returns a number in [0, 1]. Else a command, which reads the same as JSON
-    and prints such a number, or ends with status 0 (right) or 1 (wrong)."""
+    and prints such a number, or ends with status 0 (right) or 1 (wrong). The file of MODULE, or the files that the command
+    names, identify a run: with another content it is begun anew."""
     seconds: float = 10.0
     """Time limit of a sample; for unit-tests, of its code, which has then failed, and of the CPU time of all its processes
     together."""
@@ -82,6 +85,10 @@ class Verifier:
 
     def check(self, fields: Mapping[str, Any]) -> None:
         """Raise ValueError if a prompt with these fields lacks what the verifier compares a text with."""
+
+    def files(self) -> list[Path]:
+        """Return the files of the user's own code, once the verifier is started."""
+        return []
 
     def judge(self, sample: Sample) -> float:
         """Return the reward of a sample, in [0, 1], or raise VerifierError."""
@@ -164,8 +171,11 @@ class Panel:
     def __init__(self, settings: VerifierSection, *, num_at_a_time: int = 1) -> None:
         self._members = [make_verifier(settings) for _ in range(num_at_a_time)]
 
-    def check(self, prompts: Iterable[tuple[int | str, Mapping[str, Any]]]) -> None:
+    def check(self, prompts: Iterable[tuple[int | str, Mapping[str, Any]]]) -> str:
         """Check the verifier and all prompts, each given by its ID and fields, before any text is generated.
+
+        Returns:
+            The digest of the files of the user's own code; empty for a built-in verifier.
 
         Raises:
             ValueError: if a function cannot be imported, or a prompt lacks a reference; the message names it.
@@ -176,6 +186,8 @@ class Panel:
                 self._members[0].check(fields)
             except ValueError as error:
                 raise ValueError(f"prompt {identity!r}: {error}") from error
+        files = self._members[0].files()
+        return files_digest(files, whole=True) if files else ""
 
     def judge(self, samples: Sequence[Sample]) -> Judgement:
         """Judge samples; the order in which they are judged changes nothing."""

@@ -94,6 +94,24 @@ def test_a_function_that_fails_costs_its_samples_only(functions: str) -> None:
     assert "ZeroDivisionError" in found.first_failure
 
 
+def test_the_code_of_a_verifier_is_known_by_its_content(functions: str, tmp_path: Path) -> None:
+    def digest(name: str) -> str:
+        panel = Panel(VerifierSection(name=name))
+        try:
+            return panel.check([])
+        finally:
+            panel.close()
+
+    assert digest("exact") == ""
+    script = tmp_path / "judge.py"
+    script.write_text("print(1)")
+    for name, path in ((f"{functions}:by_length", tmp_path / "own_verifiers.py"), (f"python3 {script}", script)):
+        before = digest(name)
+        assert before == digest(name)
+        path.write_text(f"{path.read_text()}\n# changed")
+        assert digest(name) != before != ""
+
+
 def test_a_function_that_hangs_ends_with_the_process_that_asked_it(functions: str, tmp_path: Path) -> None:
     script = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
