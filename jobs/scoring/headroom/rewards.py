@@ -14,24 +14,26 @@ all temperatures, gains are taken prompt by prompt, and intervals are over promp
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from jobs.engine.cluster import start_ray
+from jobs.engine.command_line import as_typed
+from jobs.engine.fields import flatten
 from jobs.engine.report import markdown_table
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.generation.sampling import TemperatureRule
 from jobs.scoring.headroom.config import RewardHeadroom
 from jobs.scoring.results import publish, write_results
 from jobs.scoring.reward.config import RewardConfig, RewardTemperatureSection
-from jobs.scoring.reward.job import points
+from jobs.scoring.reward.job import describe_losses, points
 from jobs.scoring.reward.plan import CONSTANTS, RewardPlan, make_plan
 from jobs.scoring.reward.rollouts import RunOrders, Temperature, work_in_pool
 from jobs.scoring.reward.trainer import RewardTrainer
-from jobs.scoring.units import UnitStore, absolute_output, check_pool, settings_digest
+from jobs.scoring.units import NoRewardError, UnitStore, absolute_output, check_pool, settings_digest
+from jobs.scoring.verifiers.verifier import VerifierSection
 from pipelines.storage import compute_digest
 from tempnet.intervals import Interval, mean_interval
 
@@ -50,6 +52,7 @@ def measure_reward_headroom(config: RewardHeadroom) -> dict[str, Any]:
     uri = resolve_uri(config.tracking, config.run.resolved_storage)
     plan = plan_of(config)
     output, record = absolute_output(config.output), dict(plan.record)
+    del record["prompts_per_step"]  # here it is the size of the pool, on which no result depends
     record |= {"texts_per_prompt": config.texts_per_prompt, "levels": list(LEVELS)}
     store = UnitStore(output)
     store.claim(record)
@@ -66,7 +69,7 @@ def measure_reward_headroom(config: RewardHeadroom) -> dict[str, Any]:
         lambda directory: write_results(directory / RESULTS_FILE, values | {"settings": record}),
         uri=uri,
         name="headroom",
-        digest=settings_digest(record),
+        digest=settings_digest(record | {"least_gain": config.least_gain}),
         metrics={f"{name}/gain": found["gain"]["mean"] for name, found in values["rows"].items() if found["gain"]},
         note=said,
         data_sets={"evaluation": ("prompts", compute_digest(record["questions_digest"]), config.prompts)},
@@ -75,16 +78,20 @@ def measure_reward_headroom(config: RewardHeadroom) -> dict[str, Any]:
     return values
 
 
-def plan_of(config: RewardHeadroom) -> RewardPlan:
-    """Return the plan of the texts, which is that of training on rewards with nothing held out."""
+def training_config(config: RewardHeadroom) -> RewardConfig:
+    """Return the configuration of training on rewards that has the same fields."""
     names = (
         "model", "prompts", "verifier", "storage", "format", "reward", "max_new_tokens", "seed", "limit",
         "prompts_at_a_time", "chat", "dtype", "trust_remote_code", "workers",
     )  # fmt: skip
-    options: dict[str, Any] = {name: getattr(config, name) for name in names}
+    return RewardConfig(**{name: getattr(config, name) for name in names})
+
+
+def plan_of(config: RewardHeadroom) -> RewardPlan:
+    """Return the plan of the texts, which is that of training on rewards with nothing held out."""
     plan = make_plan(
-        RewardConfig(
-            **options,
+        replace(
+            training_config(config),
             held_out_share=0.0,
             num_steps=1,
             prompts_per_step=config.workers.num_workers * config.prompts_at_a_time,
@@ -104,6 +111,8 @@ def measure(plan: RewardPlan, run_orders: RunOrders, store: UnitStore) -> dict[s
     """Return the rewards of every temperature by prompt; what the store has is not measured again."""
     trainer = RewardTrainer(plan, run_orders)
     known = store.read_json(MEASURED_FILE) or {"rewards": {}}
+    trainer.failures.update(known.get("failures", {}))
+    trainer.first_failure = known.get("first_failure", "")
     found: Rewards = {
         name: [{int(place): reward for place, reward in half.items()} for half in halves]
         for name, halves in known["rewards"].items()
@@ -119,7 +128,8 @@ def measure(plan: RewardPlan, run_orders: RunOrders, store: UnitStore) -> dict[s
                 known["mean_entropy"] = sum(one.total("entropy") for one in answers) / sum(
                     one.total("tokens") for one in answers
                 )
-            store.write({MEASURED_FILE: known | {"rewards": found, "failures": dict(trainer.failures)}})
+            known.update(failures=dict(trainer.failures), first_failure=trainer.first_failure)
+            store.write({MEASURED_FILE: known | {"rewards": found}})
             mean = sum(map(sum, (half.values() for half in found[name]))) / sum(map(len, found[name]))
             print(f"{len(found):>3}/{len(CONSTANTS) + 2 * len(LEVELS) * (len(LEVELS) - 1)}  τ = {name}: {mean:.4f}")
 
@@ -130,14 +140,25 @@ def measure(plan: RewardPlan, run_orders: RunOrders, store: UnitStore) -> dict[s
         for first, second in itertools.permutations(LEVELS, 2):
             rule = TemperatureRule(kind=kind, values=(first, second), bound=bounds[kind])
             take(f"{kind} {first:g} {second:g}", rule)
-    return known | {"rewards": found, "failures": dict(trainer.failures), "measure": trainer.measure}
+    return known | {"rewards": found, "measure": trainer.measure}
 
 
 def conclude(rewards: Rewards, measured: Mapping[str, Any], *, least_gain: float) -> dict[str, Any]:
     """Return the gains of all kinds of temperatures with intervals, and the verdict.
 
-    `measured` holds lengths, entropies and what else is known of the texts; `least_gain` is worth a TempNet.
+    `measured` holds lengths, entropies and what else is known of the texts; `least_gain` is worth a TempNet. Only prompts
+    count that have a reward at every temperature, in both halves: losses must not make one temperature's prompts easier.
+
+    Raises:
+        NoRewardError: if these are fewer than 4.
     """
+    places = sorted(set.intersection(*(set(half) for halves in rewards.values() for half in halves)))
+    if len(places) < 4:
+        raise NoRewardError(
+            f"{len(places)} prompts have rewards at all temperatures, and 4 are needed for two halves; "
+            + describe_losses(measured)
+        )
+    rewards = {name: [{place: half[place] for place in places} for half in halves] for name, halves in rewards.items()}
     constants = [name for name in rewards if " " not in name]
     best, chosen = cross_fitted(rewards, constants)
     one = _whole(rewards["1"])
@@ -169,34 +190,30 @@ def cross_fitted(rewards: Rewards, names: Sequence[str]) -> tuple[dict[int, floa
     for half in (0, 1):
         best = max(names, key=lambda name: _mean(whole[name], places[1 - half :: 2]))
         chosen.append(best)
-        own |= {place: whole[best][place] for place in places[half::2] if place in whole[best]}
+        own |= {place: whole[best][place] for place in places[half::2]}
     return own, " or ".join(dict.fromkeys(chosen))
 
 
 def per_prompt(rewards: Rewards, names: Sequence[str]) -> dict[int, float]:
     """Return the reward of every prompt at the constant that is best for the other half of its own texts."""
-    sums: dict[int, list[float]] = {}
+    halves: list[dict[int, float]] = []
     for half in (0, 1):
-        for place in rewards[names[0]][half]:
-            known = [name for name in names if all(place in part for part in rewards[name])]
-            if known:
-                best = max(known, key=lambda name: rewards[name][1 - half][place])
-                sums.setdefault(place, []).append(rewards[best][half][place])
-    return {place: sum(values) / len(values) for place, values in sums.items()}
+        best = {place: max(names, key=lambda name: rewards[name][1 - half][place]) for place in rewards[names[0]][half]}
+        halves.append({place: rewards[name][half][place] for place, name in best.items()})
+    return _whole(halves)
 
 
 def _whole(halves: Sequence[Mapping[int, float]]) -> dict[int, float]:
     first, second = halves
-    return {place: (first[place] + second[place]) / 2 for place in first if place in second}
+    return {place: (first[place] + second[place]) / 2 for place in first}
 
 
 def _mean(values: Mapping[int, float], places: Sequence[int]) -> float:
-    known = [values[place] for place in places if place in values]
-    return sum(known) / max(1, len(known))
+    return sum(values[place] for place in places) / len(places)
 
 
 def _over(own: Mapping[int, float], other: Mapping[int, float]) -> Interval:
-    return mean_interval([own[place] - other[place] for place in own if place in other])
+    return mean_interval([own[place] - other[place] for place in own])
 
 
 def _row(own: Mapping[int, float], gain: Interval | None, chosen: str) -> dict[str, Any]:
@@ -224,9 +241,18 @@ def table(values: Mapping[str, Any], config: RewardHeadroom) -> str:
         f"{values['verdict']}: a rule for tokens gains {token} points over the best constant, a constant for each prompt "
         f"{prompt}; the best constant gains {constant} over τ = 1"
     )
-    options = f"--model {config.model} --prompts {config.prompts} --verifier.name {json.dumps(config.verifier.name)}"
-    options += f" --format {config.format} --reward {config.reward} --max-new-tokens {config.max_new_tokens}"
+    losses = f"{describe_losses(values)}\n" if values["failures"] else ""
     return (
         f"{markdown_table(lines)}\n\n{verdict}\n{values['num_prompts']} prompts of {config.texts_per_prompt} texts at each "
-        f"temperature; a rule is two numbers, and a network may find more\nto learn it: python -m jobs.train_reward {options}"
+        f"temperature; a rule is two numbers, and a network may find more\n{losses}to learn it: {training_command(config)}"
     )
+
+
+def training_command(config: RewardHeadroom) -> str:
+    """Return the command that trains on the same rewards, with the options that are not its defaults."""
+    plain = flatten(RewardConfig(model="", prompts="", verifier=VerifierSection(name="none")))
+    words = ["jobs.train_reward"]
+    for name, value in flatten(training_config(config)).items():
+        if value != plain[name]:
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return as_typed(words)

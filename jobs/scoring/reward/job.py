@@ -214,14 +214,17 @@ def table(outcome: dict[str, Any]) -> str:
         f"over {where}",
         f"leash: {leash}",
     ]
-    if failures := outcome["failures"]:
-        reasons = ", ".join(f"{reason} {number}" for reason, number in sorted(failures.items()))
-        lines.append(
-            f"LOST {sum(failures.values())} texts to the verifier: {reasons}; the first: {outcome['first_failure']}"
-        )
+    if outcome["failures"]:
+        lines.append(describe_losses(outcome))
     if outcome.get("num_too_long"):
         lines.append(f"LEFT OUT {outcome['num_too_long']} prompts that are too long for the model's context")
     return "\n".join(lines)
+
+
+def describe_losses(outcome: Mapping[str, Any]) -> str:
+    failures = outcome["failures"]
+    reasons = ", ".join(f"{reason} {number}" for reason, number in sorted(failures.items()))
+    return f"LOST {sum(failures.values())} texts to the verifier: {reasons}; the first: {outcome['first_failure']}"
 
 
 def points(interval: dict[str, float | None]) -> str:

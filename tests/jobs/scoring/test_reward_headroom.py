@@ -12,8 +12,9 @@ from scipy import stats
 
 from jobs import calibrate
 from jobs.scoring.command import ending_in_one_line
+from jobs.scoring.config import PoolSection
 from jobs.scoring.headroom.config import RewardHeadroom
-from jobs.scoring.headroom.rewards import Rewards, conclude, measure, plan_of, table
+from jobs.scoring.headroom.rewards import MEASURED_FILE, Rewards, conclude, measure, plan_of, table
 from jobs.scoring.reward.rollouts import work_here
 from jobs.scoring.units import UnitStore
 from jobs.scoring.verifiers.verifier import VerifierSection
@@ -67,6 +68,17 @@ def test_prompts_that_want_different_constants_are_worth_one_each() -> None:
     assert values["verdict"] == "worth it"
 
 
+def test_temperatures_are_compared_on_the_prompts_that_all_of_them_have() -> None:
+    rewards = rewards_of({name: np.random.default_rng(place).uniform(size=12) for place, name in enumerate(NAMES)})
+    del rewards["0.5"][1][3]
+    found = conclude(rewards, FACTS, least_gain=0.01)
+    for halves in rewards.values():
+        for half in halves:
+            half.pop(3, None)
+    assert found == conclude(rewards, FACTS, least_gain=0.01)
+    assert found["num_prompts"] == 11
+
+
 def test_a_rule_is_measured_once_and_its_temperatures_are_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,8 +107,17 @@ def test_a_rule_is_measured_once_and_its_temperatures_are_used(
         again = measure(plan, lambda new: pytest.fail("measured again"), store)
     assert again["rewards"] == found["rewards"]
     assert len(found["rewards"]) == 35
-    shown = table(conclude(found["rewards"], found, least_gain=0.01), config)
-    assert "to learn it: python -m jobs.train_reward --model" in shown
+    values = store.read_json(MEASURED_FILE) or {}
+    store.write({MEASURED_FILE: values | {"failures": {"raised": 2}, "first_failure": "oh"}})
+    again = measure(plan, lambda new: pytest.fail("measured again"), store)
+    own = replace(config, prompts="my prompts.jsonl", trust_remote_code=True, workers=PoolSection(num_workers=3))
+    shown = table(conclude(again["rewards"], again, least_gain=0.01), own).splitlines()
+    assert shown[-2] == "LOST 2 texts to the verifier: raised 2; the first: oh"
+    options = "--verifier.name length_rewards:by_length --max-new-tokens 4 --prompts-at-a-time 4 --trust-remote-code"
+    command = f"jobs.train_reward --model {config.model} --prompts 'my prompts.jsonl' {options} --workers.num-workers 3"
+    assert shown[-1].endswith(command)
+    wider = plan_of(replace(config, workers=PoolSection(num_workers=3, cpus_per_worker=2.0))).record
+    assert {name for name in wider if wider[name] != plan.record[name]} == {"prompts_per_step"}
     lost = plan_of(replace(config, verifier=VerifierSection(name="length_rewards:never")))
     with work_here(lost) as work, pytest.raises(SystemExit, match="1"), ending_in_one_line():
         measure(lost, work, UnitStore(str(tmp_path / "lost")))
