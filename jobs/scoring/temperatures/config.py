@@ -93,7 +93,7 @@ class PredictPairTemperaturesConfig:
     """File, as a path or URI, for a page that shows the images and captions with the lowest and the highest τ."""
     label: str = ""
     """Field with a number in the JSON files beside the images, such as `concept_frequency` of the sample data. The page
-    compares τ with it. Needs `html`."""
+    compares τ with it, for captions their mean τ for each image. Needs `html`."""
     with_embeddings: bool = False
     """Also write the embeddings of every image and caption."""
     batch_size: int = 64

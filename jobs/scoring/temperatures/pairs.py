@@ -231,18 +231,19 @@ MODALITIES = {"tau_image": "images", "tau_text": "captions"}
 """Column of a table of temperatures → what it is the temperature of."""
 
 Samples = Mapping[str, tuple[np.ndarray, np.ndarray]]
-"""Images and captions → τ (n,) and the label (n,) of those that have the label."""
+"""Images and captions → τ (n,) and the label (n,) of the images that have the label."""
 
 
 def labelled_temperatures(table: pa.Table, source: str, label: str) -> Samples:
-    """Return τ and the label, a number in the JSON files beside the images in `source`, of the rows of a table."""
-    numbers = match_numbers(table["key"].to_pylist(), source, label)
-    samples = {}
-    for name, noun in MODALITIES.items():
-        rows = distinct_rows(name, table)
-        rows = rows[~np.isnan(numbers[rows])]
-        samples[noun] = (table[name].to_numpy()[rows].astype(np.float64), numbers[rows])
-    return samples
+    """Return τ and the label, a number in the JSON files beside the images in `source`, of the images of a table.
+
+    Captions of one image count once, with their mean τ: they share the label, so that they are not independent samples.
+    """
+    keys, image = np.unique(table["key"].to_numpy(), return_inverse=True)
+    numbers, sizes = match_numbers(keys.tolist(), source, label), np.bincount(image)
+    known = ~np.isnan(numbers)
+    taus = {noun: np.bincount(image, weights=table[name].to_numpy()) / sizes for name, noun in MODALITIES.items()}
+    return {noun: (tau[known], numbers[known]) for noun, tau in taus.items()}
 
 
 def correlate(samples: Samples, label: str) -> dict[str, Interval]:
@@ -300,11 +301,10 @@ def _label_section(label: str, samples: Samples, correlations: Mapping[str, Inte
             axes.set_xscale("log")
         axes.set(xlabel=label, ylabel="τ")
         axes.legend()
-    shown = "; ".join(
-        f"{r:+.3f} ± {half:.3f} over {len(samples[noun][0]):,} {noun}" for noun, (r, half) in correlations.items()
-    )
+    shown = "; ".join(f"{noun} {r:+.3f} ± {half:.3f}" for noun, (r, half) in correlations.items())
     return (
-        f"<h2>τ and {html.escape(label)}</h2>\n<p>Spearman's rank correlation, with its 95 % interval: {shown}.</p>\n"
+        f"<h2>τ and {html.escape(label)}</h2>\n<p>Spearman's rank correlation, with its 95 % interval over "
+        f"{len(values):,} images: {shown}. Captions of one image count once, with their mean τ.</p>\n"
         f"<img src='{_data_uri(stream.getvalue(), 'png')}' alt='τ over {html.escape(label)}'>"
     )
 

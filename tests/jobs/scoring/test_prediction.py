@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from jobs.predict_temperatures import main
 from jobs.scoring.config import LanguageModelPool
+from jobs.scoring.temperatures import pairs
 from jobs.scoring.temperatures.config import PredictTemperaturesConfig
 from jobs.scoring.temperatures.pairs import distinct_rows
 from jobs.scoring.temperatures.texts import (
@@ -212,3 +213,13 @@ def test_an_image_with_several_captions_counts_once() -> None:
     table = pa.table({"key": ["b", "b", "a", "c", "c"]})
     assert sorted(distinct_rows("tau_image", table)) == [0, 2, 3]
     assert list(distinct_rows("tau_text", table)) == [0, 1, 2, 3, 4]
+
+
+def test_captions_of_an_image_count_once_beside_its_label(monkeypatch: pytest.MonkeyPatch) -> None:
+    taus = {"tau_image": [2.0, 2.0, 1.0, 3.0], "tau_text": [0.1, 0.3, 0.5, 0.7]}
+    monkeypatch.setattr(
+        pairs, "match_numbers", lambda keys, *source: np.array([{"a": 7, "b": 5}.get(k) for k in keys], float)
+    )
+    samples = pairs.labelled_temperatures(pa.table({"key": ["b", "b", "a", "c"], **taus}), "images", "label")
+    for noun, tau in (("images", [1.0, 2.0]), ("captions", [0.5, 0.2])):
+        np.testing.assert_allclose(samples[noun], (tau, [7.0, 5.0]))
