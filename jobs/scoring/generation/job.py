@@ -269,6 +269,8 @@ def _requests(
             if key in records:
                 if records[key]["prompt"] != text:
                     raise ValueError(f"{outcome.file.path}: the text of id {prompt.id!r} belongs to another prompt")
+                # The file of prompts may have other answers now.
+                records[key] |= FORMATS[config.format].grade(prompt, records[key]["text"])
             elif outcome.room is not None and len(ids) > outcome.room:
                 outcome.lost.append(key)
             else:

@@ -255,6 +255,11 @@ def test_gsm8k_is_scored_by_majorities(llama: Path, tmp_path: Path, capsys: pyte
     said = capsys.readouterr().out
     for k in (1, 2, 4):
         assert f"maj@{k}: " in said
+    # Texts that are kept are compared with the answers that the file of prompts has now.
+    output.write_text("".join(f"{json.dumps(record | {'text': 'The answer is 3.'})}\n" for record in records))
+    (tmp_path / "q.jsonl").write_text("".join(f"{json.dumps(line | {'answer': '#### 3'})}\n" for line in lines))
+    generate(llama, tmp_path / "q.jsonl", output, "--format", "gsm8k", "--num-samples", "4", "--chat", "off")
+    assert "maj@1: 100.00% of 2 questions" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
