@@ -200,7 +200,7 @@ def _task_digest(tasks: Tasks, name: str) -> str:
         )
     own = sorted(Path(tasks.include_path).rglob("*")) if tasks.include_path else []
     files = [path for path in own if path.suffix in (".yaml", ".py")] + tasks.data_files(name)
-    return f"{version('lm-eval')} {files_digest(files)}"
+    return f"{version('lm-eval')} {files_digest(files, whole=True)}"
 
 
 def _tempnets(config: EvaluateConfig) -> list[str]:

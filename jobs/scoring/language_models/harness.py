@@ -11,7 +11,7 @@ import contextlib
 import difflib
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from tempnet.network import TempNet
 
 # The builders of `datasets` that read local files.
 _LOCAL_DATA = {"json", "csv", "parquet", "text"}
+_DATA_FIELDS = ("dataset_path", "dataset_kwargs")
 _NUM_BOOTSTRAPS = 1000
 
 
@@ -160,46 +161,59 @@ class Tasks:
         raise ValueError(f"task {name!r} is unknown: {hint}")
 
     def data_files(self, name: str) -> list[Path]:
-        """Returns the local files that a task reads; empty for a hub data set, a group or a tag."""
-        kwargs = self._local_kwargs(name)
+        """Returns the local files that a task, or the tasks of a group or tag, read; those of the hub have none."""
         found: list[Path] = []
-        for file in _strings((kwargs or {}).get("data_files")):
-            if "://" in file:
+        for values in _data_of(name, self.manager(name).task_index):
+            if values.get("dataset_path") not in _LOCAL_DATA:
                 continue
-            matches = [Path(file)] if Path(file).is_absolute() else sorted(Path(self.data_dir).glob(file))
-            if not matches or not matches[0].is_file():
-                raise ValueError(
-                    f"task {name!r} reads {Path(self.data_dir) / file}, which is no file: "
-                    "data_dir must say where the data files of tasks are"
-                )
-            found += matches
+            kwargs = values.get("dataset_kwargs") or {}
+            place = Path(self.data_dir, kwargs.get("data_dir") or "")
+            for file in _strings(kwargs.get("data_files")):
+                if "://" in file:
+                    continue
+                matches = [Path(file)] if Path(file).is_absolute() else sorted(place.glob(file))
+                if not matches or not matches[0].is_file():
+                    raise ValueError(
+                        f"task {name!r} reads {place / file}, which is no file: "
+                        "data_dir must say where the data files of tasks are"
+                    )
+                found += matches
         return found
 
-    def specification(self, name: str) -> str | dict[str, Any]:
-        """Returns what to pass to `simple_evaluate`: the name, or the task with the data directory filled in."""
-        kwargs = self._local_kwargs(name)
-        if kwargs is None or not self.data_dir:
-            return name
-        task = {"task": name, "dataset_kwargs": kwargs | {"data_dir": str(Path(self.data_dir).resolve())}}
-        return {"group": f"{name} here", "task": [task]}  # only a group may override fields of a task that it names
 
-    def _local_kwargs(self, name: str) -> dict[str, Any] | None:
-        """Returns the `dataset_kwargs` of a task on local files, or None for other tasks."""
-        values = self.manager(name).task_index[name].cfg or {}
-        return (values.get("dataset_kwargs") or {}) if values.get("dataset_path") in _LOCAL_DATA else None
+def _data_of(
+    item: str | dict[str, Any], index: Mapping[str, Any], given: Mapping[str, Any] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yields the fields on data of every task that a name stands for, or an entry of a group with fields of its own.
+
+    As in the harness, the fields of an entry come before those of the groups around it, and these before the task's.
+    """
+    own = item if isinstance(item, dict) else {"task": item}
+    known = index.get(own.get("group") or own["task"])
+    # A tag has no configuration; what a group defines itself is not in the index.
+    config = own if known is None else known.cfg or {"task": sorted(known.tags)}
+    values = {name: part[name] for part in (config, given or {}, own) for name in _DATA_FIELDS if name in part}
+    if isinstance(members := config.get("task"), list):
+        for member in members:
+            yield from _data_of(member, index, values)
+    else:
+        yield values
 
 
 def run_task(lm: TemperedLM, tasks: Tasks, name: str, *, limit: int, num_fewshot: int) -> dict[str, float]:
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    output = simple_evaluate(
-        model=lm,
-        tasks=[tasks.specification(name)],
-        task_manager=tasks.manager(name),
-        limit=limit or None,
-        num_fewshot=None if num_fewshot < 0 else num_fewshot,
-        bootstrap_iters=_NUM_BOOTSTRAPS,
-        log_samples=False,
-    )
+    manager = tasks.manager(name)
+    # Data files are relative to this directory. A machine may lack it where no task reads any.
+    with contextlib.chdir(tasks.data_dir if tasks.data_dir and Path(tasks.data_dir).is_dir() else "."):
+        output = simple_evaluate(
+            model=lm,
+            tasks=[name],
+            task_manager=manager,
+            limit=limit or None,
+            num_fewshot=None if num_fewshot < 0 else num_fewshot,
+            bootstrap_iters=_NUM_BOOTSTRAPS,
+            log_samples=False,
+        )
     assert output is not None
     return dict(_metrics(output["results"]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
 from jobs.engine.config import TrackingSection
 from jobs.scoring.language_models.config import EvaluateConfig, Temperature
-from jobs.scoring.language_models.evaluate import make_plan
+from jobs.scoring.language_models.evaluate import _task_digest, make_plan
 from jobs.scoring.language_models.harness import Tasks, run_task
 from jobs.scoring.language_models.windows import (
     ScoredWindow,
@@ -166,6 +167,33 @@ def test_every_shipped_task_runs(brute: BruteForce, own_tasks: Tasks) -> None:
         "local_arc_easy/acc_norm", "local_arc_challenge/acc", "local_openbookqa/acc",
         "local_gsm8k/exact_match.strict-match", "local_gsm8k/exact_match.flexible-extract",
     } <= set(metrics)  # fmt: skip
+
+
+def test_groups_and_tags_are_run_and_known_by_the_data_of_their_tasks(brute: BruteForce, tmp_path: Path) -> None:
+    write_tasks(tmp_path)
+    place = tmp_path / "tasks"
+    place.mkdir()
+    for name in ("local_arc_easy", "local_openbookqa"):
+        (place / f"{name}.yaml").write_text((EXAMPLES / f"{name}.yaml").read_text() + "tag: tagged\n")
+    entry = {"task": "local_arc_easy", "dataset_kwargs": {"data_files": {"test": "big.jsonl"}}}
+    (place / "group.yaml").write_text(json.dumps({"group": "grouped", "task": [entry, "local_openbookqa"]}))
+    big = tmp_path / "big.jsonl"
+    big.write_bytes((tmp_path / "arc_easy_test.jsonl").read_bytes())
+    tasks = Tasks(str(place), str(tmp_path))
+    assert [path.name for path in tasks.data_files("tagged")] == ["arc_easy_test.jsonl", "openbook_qa_test.jsonl"]
+    assert [path.name for path in tasks.data_files("grouped")] == ["big.jsonl", "openbook_qa_test.jsonl"]
+    for name in ("tagged", "grouped"):
+        metrics = run_task(harness(brute, "one"), tasks, name, limit=2, num_fewshot=0)
+        assert {"local_arc_easy/acc", "local_openbookqa/acc"} <= set(metrics)
+    content = bytearray(4 << 20)
+    big.write_bytes(content)
+    before = _task_digest(tasks, "grouped")
+    content[100_000] = 1  # between the samples of a large file
+    big.write_bytes(content)
+    assert _task_digest(tasks, "grouped") != before
+    big.unlink()
+    with pytest.raises(ValueError, match=r"task 'grouped' reads .*big.jsonl, which is no file"):
+        tasks.data_files("grouped")
 
 
 @pytest.mark.parametrize("export", ["logits", "hidden", "both"], indirect=True)
