@@ -46,6 +46,8 @@ class Results:
     columns: Sequence[Column]
     table: str
     """The table as Markdown."""
+    identity: str
+    """Digest of everything that decides the figures."""
 
 
 def percent_table(columns: Sequence[Column], titles: Mapping[str, str], *, hidden_if_zero: Sequence[str] = ()) -> str:
@@ -171,7 +173,7 @@ def publish_evaluation(
     )
     if failed:
         raise ScoringFailedError(failed, table)
-    return Results(columns=columns, table=table)
+    return Results(columns=columns, table=table, identity=digest(*identity))
 
 
 def publish_findings(

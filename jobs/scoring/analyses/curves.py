@@ -141,7 +141,8 @@ def analyse_tau_max(config: TauMax) -> Curves:
         storage=absolute_output(config.output),
         tracking=TrackingSection(enabled=False),
     )
-    columns = evaluate(evaluation).columns
+    results = evaluate(evaluation)
+    columns = results.columns
 
     def metrics_at(name: str) -> list[dict[str, float]]:
         return [column.metrics for column in columns if column.parameters["temperature"] == name]
@@ -151,6 +152,7 @@ def analyse_tau_max(config: TauMax) -> Curves:
     best = min(rows, key=lambda value: rows[value]["word perplexity"].mean)
     curves, title = Curves(quantity="τ_max", points=rows), "perplexity over τ_max at inference"
     settings = {"models": list(config.models), "text": config.wikitext, "τ_max": list(config.tau_max)}
+    settings["figures"] = results.identity  # other weights or another text at the same paths are another run in MLflow
     publish_findings(
         config,
         title,

@@ -235,7 +235,7 @@ def measure_headroom(config: Headroom) -> dict[str, Any]:
         values |= {question.name: part} if question.name else part
     values |= {"folds": config.folds, **measurement.facts(output, questions), "settings": record}
     said = "\n\n".join(summary(question, part) + measurement.advice(test, question) for question, test, part in found)
-    digest = settings_digest(record)
+    asked = {name: getattr(config, name) for name in ("folds", "end_of_document", "least_gain")}
 
     def write(directory: Path) -> None:
         write_results(directory / RESULTS_FILE, values)
@@ -247,10 +247,10 @@ def measure_headroom(config: Headroom) -> dict[str, Any]:
         write,
         uri=uri,
         name="headroom",
-        digest=digest,
+        digest=settings_digest(record | asked),
         metrics={name: value for question, _, part in found for name, value in metrics(question, part)},
         note=said,
-        data_sets={"evaluation": ("images" if config.images else "text", digest, measurement.source)},
+        data_sets={"evaluation": ("images" if config.images else "text", settings_digest(record), measurement.source)},
     )
     if measurement.warning:
         print(f"\n{measurement.warning}")

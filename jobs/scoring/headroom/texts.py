@@ -204,6 +204,8 @@ class TextMeasurement:
             "temperature.tau-max": f"{test.wanted_tau_max:g}",
             "workers.precision": "fp32" if is_fp32 else "bf16",
         }
+        if settings.text_field != "text":
+            options["data.text-field"] = settings.text_field
         if settings.precision in ("int8", "fp8"):
             options["model.precision"] = settings.precision
         preset = "frozen" if self.config.workers.use_gpu else "frozen-small"

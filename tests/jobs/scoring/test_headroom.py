@@ -102,15 +102,18 @@ def test_the_verdict_says_what_the_interval_says() -> None:
 def test_a_runs_validation_has_the_numbers_of_the_headroom_test(model: Path, tmp_path: Path, *, with_end: bool) -> None:
     """The same text, once as the job of the test measures it, once as a run validates on it, with other batches."""
     texts = some_texts(12)
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
     rule: Any = "target" if with_end else "ignored"
-    config = Headroom(model=str(model), text=str(tmp_path / "text.jsonl"), end_of_document=rule, folds=3)
+    source = {"text": str(tmp_path / "text.jsonl"), "text_field": "body"}
+    config = Headroom(model=str(model), **source, end_of_document=rule, folds=3)
     measurement = TextMeasurement.resolve(config)
     measure, files = Measurer(measurement.settings), []
     for part in read_parts(measurement.settings, measurement.archives[0], 0, str(tmp_path), done=frozenset()):
         UnitStore(str(tmp_path)).write(measure(part).files)
         files.append(part.file)
-    promised = run_test(str(tmp_path), measurement.question(str(tmp_path), files), 3, 1)
+    question = measurement.question(str(tmp_path), files)
+    promised = run_test(str(tmp_path), question, 3, 1)
+    assert " --data.text-field body " in measurement.command(promised, question)
     ids = [np.array(load_tokenizer(str(model))(text, add_special_tokens=False).input_ids) for text in texts]
     layout = WindowConfig(
         context_length=CONTEXT_LENGTH, bos_id=0, eos_id=0, vocab_size=VOCAB_SIZE, stride=CONTEXT_LENGTH // 2

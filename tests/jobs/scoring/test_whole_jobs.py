@@ -316,6 +316,10 @@ def test_perplexity_over_tau_max_is_the_mean_over_the_models(tmp_path: Path) -> 
             mean, half = mean_interval(of_models)
             assert point[figure] == pytest.approx({"mean": mean, "half_width": half}, rel=1e-6)
     assert (tmp_path / "out" / "tau_max.png").is_file()
+    before = results_of(tmp_path / "out")["settings"]
+    (tmp_path / "text.txt").write_text(f"{TEXT} more")
+    assert analyse.main([*words.split(), "--models", *models]) == 0
+    assert results_of(tmp_path / "out")["settings"] != before, "another text is another run in MLflow"
 
 
 @pytest.fixture(scope="module")
