@@ -96,15 +96,17 @@ class BatchTemperatures:
         return host.to(self.device, non_blocking=True)
 
     @torch.no_grad()
-    def predict(self, logits: Tensor, settings: Tensor) -> Tensor:
+    def predict(self, logits: Tensor, settings: Tensor, state: Tensor | None = None) -> Tensor:
         """Return τ (n,) in float32 of logits (n, V or more), with the setting (n,) of each row.
+
+        `state` (n, d) are their hidden states, for a TempNet that reads them and has no `hidden` to find them.
 
         A positive setting is τ_max of predicted temperatures, a negative one −τ of a constant, and 0 is τ = 1. τ − τ₀ is
         proportional to τ_max − τ₀, so that one pass through the network serves every τ_max. A τ_max below τ₀ gives τ₀.
         """
         raw, low = logits[:, : self.vocab_size], self.tempnet.config.tau_min
         if self.hidden is None:
-            predicted = self.tempnet(raw).masked_fill(raw.amin(-1).isneginf(), math.nan)
+            predicted = self.tempnet(raw, state).masked_fill(raw.amin(-1).isneginf(), math.nan)
         else:
             predicted = self.hidden.temperatures(raw)
         is_predicted, masked = settings > 0.0, predicted.isnan()

@@ -36,7 +36,7 @@ from jobs.tasks.base import naming_field
 from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import added_text, encode_prompt, load_tokenizer
 from tempnet.devices import input_device
-from tempnet.inference import check_prompts, end_ids
+from tempnet.inference import check_prompts, end_ids, record_hidden_states
 from tempnet.loading import check_vocabulary, load_tempnet
 from tempnet.network import TempNet
 from tempnet.serving.batch import BatchTemperatures
@@ -85,10 +85,10 @@ class Playground:
         # One request at a time: a second one would only make both slow. A page that is closed ends its generator.
         with self._lock:
             for _ in range(settings.num_tokens):
-                with torch.inference_mode():
+                with torch.inference_mode(), record_hidden_states(self.base) as seen:
                     output = self.base(input_ids=tokens, past_key_values=cache, use_cache=True)
                 cache = output.past_key_values
-                log_probabilities, tau = self._distributions(output.logits[:, -1], settings)
+                log_probabilities, tau = self._distributions(output.logits[:, -1], seen[-1][:1, -1], settings)
                 drawn = [
                     int(torch.multinomial(row.exp(), 1, generator=generator))
                     for row, generator in zip(log_probabilities, generators, strict=True)
@@ -104,10 +104,14 @@ class Playground:
                 yield made
 
     @torch.inference_mode()
-    def _distributions(self, logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-        """Return the logarithms (3, V) of the distributions that tokens are drawn from, on the CPU, and their τ (3,)."""
+    def _distributions(self, logits: Tensor, state: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+        """Return the logarithms (3, V) of the distributions that tokens are drawn from, on the CPU, and their τ (3,).
+
+        `state` (1, d) is the hidden state of the first text.
+        """
         logits = logits[:, : self.temperatures.vocab_size].float()
-        tau = self.temperatures.predict(logits[:1], torch.tensor([settings.tau_max], device=logits.device))
+        tau_max = torch.tensor([settings.tau_max], device=logits.device)
+        tau = self.temperatures.predict(logits[:1], tau_max, state)
         tau = torch.cat([tau, tau.new_tensor([settings.constant, 1.0])])
         made = torch.log_softmax(logits / tau.unsqueeze(-1), dim=-1)
         if settings.min_p > 0.0:
