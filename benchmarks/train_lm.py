@@ -40,6 +40,12 @@ class Arguments:
     num_rounds: int = 3
     num_threads: int = 2
 
+    def __post_init__(self) -> None:
+        if self.num_steps < 2 * LOG_EVERY:
+            raise ValueError(
+                f"num_steps = {self.num_steps} must be at least {2 * LOG_EVERY}: the first {LOG_EVERY} do not count"
+            )
+
 
 def run_job(arguments: Arguments, storage: Path, name: str) -> tuple[float, float]:
     """Run the job itself; return tokens a second and the share of the time spent waiting for data."""

@@ -181,7 +181,6 @@ def map_archives(
     model: Callable[[], Callable[[Part], Finished]],
     *,
     max_bad_share: float,
-    say: Callable[[str], None] = print,
 ) -> tuple[list[ReadArchive], Outcome]:
     """Score the parts that the output lacks, and return the records of all archives.
 
@@ -194,7 +193,7 @@ def map_archives(
         number for number, record in enumerate(known) if record is None or not done.issuperset(record.files(number))
     ]
     if len(missing) < len(archives) or done:
-        say(
+        print(
             f"{output} holds {len(done)} parts; {len(archives) - len(missing)} of {len(archives)} archives are complete"
         )
     root = resolve_source(settings.source)[1]
@@ -203,7 +202,7 @@ def map_archives(
     def read(number: int) -> Iterator[Part]:
         return read_parts(settings, archives[number], number, output, done=done)
 
-    outcome = map_units(missing, model, workers, store, read=read, title=names.__getitem__, noun="tokens", say=say)
+    outcome = map_units(missing, model, workers, store, read=read, title=names.__getitem__, noun="tokens")
     outcome.check()
     records = [record for number in range(len(archives)) if (record := ReadArchive.load(output, number)) is not None]
     check_problems(settings.source, [record.entry for record in records], max_bad_share, field="max_bad_share")

@@ -200,9 +200,6 @@ class Comparison:
 
 def split_text(text: MeasuredText) -> tuple[MeasuredText, MeasuredText]:
     """Return the choosing and the reporting documents."""
-    num_documents = len(torch.unique(text.documents))
-    if num_documents < 4:
-        raise ValueError(f"text has {num_documents} documents that can be used, and two halves of 2 are needed")
     return text.part(text.documents % 2 == 0), text.part(text.documents % 2 == 1)
 
 
@@ -316,10 +313,6 @@ def run_bench(
     settings: BenchSettings, run: Callable[[Sequence[BenchUnit]], list[Any]], verify: Verifier | None = None
 ) -> Comparison:
     """Run the bench from start to end; `run` does units of work and returns their results in order."""
-    if len(settings.prompts) < 4:
-        raise ValueError(
-            f"there are {len(settings.prompts)} prompts that fit into the context, and two halves of 2 are needed"
-        )
     families: Families
     comparison: Comparison
     families, comparison = run([BenchUnit("text", "compare")])[0]
