@@ -196,6 +196,7 @@ def test_training_is_planned_from_a_model_and_a_tempnet_in_the_store(
     write_jsonl_zst(tmp_path / "text" / "a.jsonl.zst", ["the cat sat on the mat"])
     monkeypatch.chdir(tmp_path)
     shared = [*FROZEN.split(), "--data.context-length=8", "--temperature.rho=1", "--optimizer.batch-size=8"]
+    shared += ["--temperature.hidden-size=16", "--temperature.num-prototypes=8", "--temperature.input-shift=none"]
     plans = []
     for place in (export, remote):
         run(*shared, f"--model.path={place}", f"--temperature.path={place}/tempnet")
