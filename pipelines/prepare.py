@@ -15,6 +15,8 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -24,6 +26,7 @@ from pipelines.store_errors import RETRIES, RetryLog
 
 _NUM_THREADS = 16
 _NUM_CHARACTERS_OF_NAME = 100
+_IS_ALONE: ContextVar[bool] = ContextVar("is_alone", default=False)
 
 
 class PreparedManifest(Protocol):
@@ -111,6 +114,16 @@ def directory_name(source: str, label: str, digest: str) -> str:
 # ---- tasks -----------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def in_this_process() -> Iterator[None]:
+    """Prepare in this process what is prepared inside the block: it may hold the CPUs for which tasks of Ray would wait."""
+    token = _IS_ALONE.set(True)
+    try:
+        yield
+    finally:
+        _IS_ALONE.reset(token)
+
+
 def run_tasks(
     run: Callable[[int], dict[str, Any]],
     names: Sequence[str],
@@ -134,7 +147,7 @@ def run_tasks(
     if rows:
         retry_log = RetryLog(partial(print, file=sys.stderr, flush=True))
         ray = sys.modules.get("ray")  # what reads prepared data, or prepares them alone, need not import it
-        in_tasks = ray is not None and ray.is_initialized()
+        in_tasks = not _IS_ALONE.get() and ray is not None and ray.is_initialized()
         for row in _map_in_tasks(run_row, rows, resources or {}) if in_tasks else map(run_row, rows):
             number = int(row["retries"])
             RETRIES.add(number)

@@ -333,9 +333,10 @@ def _base_failed(base: str) -> str:
 
 def _trains_in_task(config: TrainingConfig) -> bool:
     # A process that is used again saves the start of a controller and a worker, and their imports, for every trial; it reads
-    # its data itself, for which a worker of one CPU has no other. The memory of a GPU would stay taken in it.
-    workers = config.workers
-    return workers.max_workers == 1 and workers.cpus_per_worker <= 1.0 and not workers.use_gpu
+    # its data itself, for which a worker of one CPU has no other. The memory of a GPU would stay taken in it, and data that
+    # are prepared meanwhile need CPUs of their own.
+    workers, is_streaming = config.workers, flatten(config).get("data.prepare") == "streaming"
+    return workers.max_workers == 1 and workers.cpus_per_worker <= 1.0 and not workers.use_gpu and not is_streaming
 
 
 def _task_options(config: TrainingConfig) -> dict[str, Any]:
@@ -432,7 +433,10 @@ def prepare_once(plans: Iterable[Plan]) -> dict[str, tuple[str, str, str]]:
     """
     distinct: dict[str, Plan] = {}
     for plan in plans:
-        data = {name: value for name, value in flatten(plan.config).items() if name.startswith("data.")}
+        values = flatten(plan.config)
+        data = {name: value for name, value in values.items() if name.startswith("data.")}
+        if data.get("data.train_share", 1.0) < 1.0:
+            data["run.seed"] = values["run.seed"]  # which draws the documents
         distinct.setdefault(json.dumps(data, sort_keys=True), plan)
     return {
         f"{context}-{number}" if number else context: data_set

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -48,10 +49,11 @@ from jobs.studies.reproduction.report import (
     judge_claim,
 )
 from jobs.studies.reproduction.scoring import FinishedRun, History, Place
-from jobs.studies.trials import Trial, find_groups
+from jobs.studies.trials import Trial, find_groups, prepare_once
 from jobs.tasks.classifier.config import ClassifierConfig
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.presets.language_models import PRESETS
+from jobs.tasks.presets.sentences import PRESETS as SENTENCES
 from jobs.tasks.sentence_encoder.config import SentenceConfig
 from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.contrastive.losses import ContrastiveLoss
@@ -421,3 +423,16 @@ def test_the_page_of_the_papers_has_every_experiment_and_the_verdicts_of_records
     record = json.loads(next(tmp_path.glob("reproduce-*/results.json")).read_text())
     untested = [study | {"statements": []} for study in record["studies"]]
     assert "### " not in papers_page({"T13": record | {"studies": untested}})
+
+
+def test_documents_that_a_seed_draws_are_prepared_for_every_seed() -> None:
+    prepared: list[tuple[float, int]] = []
+
+    def plan(share: float, seed: int) -> Any:
+        values = {"data.train_share": share, "run.seed": seed, "run.name": "any"}
+        config = with_fields(SENTENCES["declutr-small-small"](), values)
+        seen = SimpleNamespace(data_sets={})
+        return SimpleNamespace(config=config, prepare=lambda: prepared.append((share, seed)) or seen)
+
+    prepare_once([plan(share, seed) for share in (1.0, 0.1) for seed in (0, 1)])
+    assert prepared == [(1.0, 0), (0.1, 0), (0.1, 1)]
