@@ -271,6 +271,7 @@ def test_code_is_held_within_its_limits() -> None:
     assert found.rewards == [0.0] * 7
     assert not found.failures  # code that breaks its limits has failed its tests, and no sample is lost
     texts = [f"{many}{some}", f"{many}for _ in range(8): subprocess.Popen(['sleep', '9'])", texts[-1].replace("4", "2")]
+    limits["seconds"] = 60.0  # what is allowed takes longer on a busy machine
     assert judge("unit-tests", *texts, limits=limits, tests="pass").rewards == [1.0] * 3
 
 
