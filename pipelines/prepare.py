@@ -3,8 +3,8 @@
 A kind of data (`pipelines.text.prepare`, `pipelines.images.prepare`) says which units there are, prepares one of them, and
 makes a manifest of the records of all. The name of the prepared directory contains a hash of everything that determines
 its content, so that preparing the same data again costs nothing. Every finished unit leaves a record, so that an interrupted
-preparation continues with the remaining ones. Where Ray runs, the units are Ray Data tasks; otherwise they are prepared in
-this process, one after the other.
+preparation continues with the remaining ones. Where Ray runs, the units are Ray Data tasks; otherwise, and within
+:func:`preparing_here`, they are prepared in this process, one after the other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipelines.store_errors import RETRIES, RetryLog
 
 _NUM_THREADS = 16
 _NUM_CHARACTERS_OF_NAME = 100
-_IS_ALONE: ContextVar[bool] = ContextVar("is_alone", default=False)
+_IS_HERE: ContextVar[bool] = ContextVar("is_here", default=False)
 
 
 class PreparedManifest(Protocol):
@@ -115,13 +115,13 @@ def directory_name(source: str, label: str, digest: str) -> str:
 
 
 @contextmanager
-def in_this_process() -> Iterator[None]:
+def preparing_here() -> Iterator[None]:
     """Prepare in this process what is prepared inside the block: it may hold the CPUs for which tasks of Ray would wait."""
-    token = _IS_ALONE.set(True)
+    token = _IS_HERE.set(True)
     try:
         yield
     finally:
-        _IS_ALONE.reset(token)
+        _IS_HERE.reset(token)
 
 
 def run_tasks(
@@ -147,7 +147,7 @@ def run_tasks(
     if rows:
         retry_log = RetryLog(partial(print, file=sys.stderr, flush=True))
         ray = sys.modules.get("ray")  # what reads prepared data, or prepares them alone, need not import it
-        in_tasks = not _IS_ALONE.get() and ray is not None and ray.is_initialized()
+        in_tasks = not _IS_HERE.get() and ray is not None and ray.is_initialized()
         for row in _map_in_tasks(run_row, rows, resources or {}) if in_tasks else map(run_row, rows):
             number = int(row["retries"])
             RETRIES.add(number)

@@ -65,7 +65,7 @@ from jobs.engine.tracking import (
     where_to_browse,
 )
 from jobs.engine.worker import WorkerJob, train_here
-from pipelines.prepare import in_this_process as alone
+from pipelines.prepare import preparing_here
 from pipelines.problems import TooManyProblemsError
 from pipelines.storage import create_directory, exists, join, read_json, resolve, write_bytes, write_json
 from pipelines.store_errors import RETRIES
@@ -159,7 +159,7 @@ def train(
         print("\nThis run is finished; its results:", flush=True)
         return outcome
     with Lease(config.run.directory), _naming_lost_cluster(config):
-        with alone() if in_this_process else nullcontext():
+        with preparing_here() if in_this_process else nullcontext():
             prepared = plan.prepare_with_room()
         outcome = claim_directory(config)  # only now, so that a run that cannot start does not take the name
         if outcome is not None:

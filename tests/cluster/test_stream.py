@@ -19,7 +19,7 @@ from pipelines.images.manifest import ImageManifest
 from pipelines.images.pairs import PairSource
 from pipelines.images.prepare import PrepareImagesConfig, prepare_images
 from pipelines.plan import StreamPlan
-from pipelines.prepare import in_this_process, run_tasks
+from pipelines.prepare import preparing_here, run_tasks
 from pipelines.store_errors import RETRIES
 from pipelines.stream import Batch, RankStream, Source
 from pipelines.text.blocks import BlockSource
@@ -139,7 +139,7 @@ class Reporting(Named):
 
 def test_a_task_that_holds_all_cpus_prepares_data_itself(cluster: dict[str, str], tmp_path: Path) -> None:
     def prepare() -> list[dict[str, Any]]:
-        with in_this_process():
+        with preparing_here():
             return run_tasks(lambda number: {"number": number}, ["a", "b"], str(tmp_path))
 
     whole: Any = ray.remote(num_cpus=ray.cluster_resources()["CPU"])(prepare)

@@ -392,16 +392,17 @@ def _publish(
     config, band = sweep.config, sweep.config.sweep.band
     rows = [make_row(name, point, outcome, errors.get(name, ""), band) for name, (point, outcome) in runs.items()]
     best, _ = choose(rows, band)
-    whole = config.sweep.search in ("grid", "band") and [
-        with_values(config.base, point).run.num_steps for point in next(search_grid(config.sweep.values))
-    ]
+    num_grid_steps = 0
+    if config.sweep.search in ("grid", "band"):
+        grid = next(search_grid(config.sweep.values))
+        num_grid_steps = sum(with_values(config.base, point).run.num_steps for point in grid)
     content = io.BytesIO()
     table.to_parquet(content)
     results = publish(
         config,
         parent,
         rows=rows,
-        table=as_markdown(rows, band, sum(whole or [])),
+        table=as_markdown(rows, band, num_grid_steps),
         content={"rows": [dataclasses.asdict(row) for row in rows]},
         files={"report.html": as_page(config.run.name, rows, band), "trials.parquet": content.getvalue()},
         metrics={
