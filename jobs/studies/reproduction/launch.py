@@ -131,11 +131,14 @@ def _score_runs(work: Reproduction, planned: PlannedStudy, outcomes: Outcomes) -
     rows = {run.name for run in planned.runs if run.arm.name not in bases}
     wanted = [run for name, run in finished.items() if name in rows]
     if study.scoring and wanted:
-        use_gpu = wanted[0].config.workers.use_gpu
+        if wanted[0].config.workers.use_gpu:
+            workers = LanguageModelPool(num_workers=4, use_gpu=True)
+        else:
+            workers = LanguageModelPool(num_workers=2, cpus_per_worker=0.5)
         place = Place(
             directory=work.config.run.directory,
             data={name: path for name, path in work.scoring_data.items() if name in study.scoring.data},
-            workers=LanguageModelPool(num_workers=4 if use_gpu else 1, use_gpu=use_gpu),
+            workers=workers,
         )
         for name, more in study.scoring.scores(wanted, place).items():
             scores[name] |= more
