@@ -31,7 +31,7 @@ from pipelines.images.captions import CaptionEncoder
 from pipelines.images.pairs import PairSource
 from pipelines.images.prepare import PrepareImagesConfig, check_source
 from pipelines.local_copy import is_directory, local_copy
-from pipelines.storage import join, relative
+from pipelines.storage import compute_digest, join, relative
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.fingerprints import files_digest
 from tempnet.models.dual_encoder import DualEncoder
@@ -151,7 +151,7 @@ def pairs_record(images: PrepareImagesConfig) -> dict[str, Any]:
     """Returns the archives of a source of pairs and their captions, without locations and the tolerated problems.
 
     The contents of archives are identified by their sizes and times of modification; an archive that changes while it is
-    read is detected by checksums. Errors are those of `check_source`.
+    read is detected by checksums; a file of captions is identified by all that it says. Errors are those of `check_source`.
     """
     archives, captions = check_source(images)
     root = resolve_source(images.source)[1]
@@ -162,6 +162,7 @@ def pairs_record(images: PrepareImagesConfig) -> dict[str, Any]:
     return {
         "num_captioned_images": None if captions is None else len(captions.captions),
         "splits": list(images.splits),
+        **({} if captions is None else {"captions": compute_digest(captions.captions)}),
         **({} if images.key_dot == "first" else {"key_dot": images.key_dot}),
         **versions,
     }

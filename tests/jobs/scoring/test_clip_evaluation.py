@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 from clip_support import make_dual_encoder
+from PIL import Image
 
-from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, encoding_units
+from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, encoding_units, pairs_record
 from jobs.scoring.dual_encoders.evaluate import name_classes, prompts, read_class_names, read_templates
+from pipelines.images.prepare import PrepareImagesConfig
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +47,17 @@ def test_units_are_found_again_where_nothing_has_changed(model: str, tmp_path: P
         (tmp_path / "copy" / "text_encoder" / "tokenizer.json").read_text() + " "
     )
     assert not set(keys(str(tmp_path / "copy"))) & set(first)
+
+
+def test_other_captions_of_the_same_images_are_other_pairs(tmp_path: Path) -> None:
+    def record(file: str, caption: str) -> dict[str, Any]:
+        (tmp_path / file).write_text(json.dumps([{"image": "a.png", "caption": caption}]))
+        return pairs_record(PrepareImagesConfig(source=str(tmp_path / "images"), captions=str(tmp_path / file)))
+
+    (tmp_path / "images").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "images" / "a.png")
+    assert record("first.json", "a circle") == record("copy.json", "a circle")
+    assert record("other.json", "a square") != record("first.json", "a circle")
 
 
 @pytest.mark.parametrize(("name", "number"), [("imagenet", 80), ("cifar", 18)])
