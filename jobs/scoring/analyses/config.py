@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from jobs.engine.config import TrackingSection
+from jobs.engine.fields import find_duplicate
 from jobs.scoring.config import LanguageModelPool, OutputConfig, PoolSection, check_least, check_named, check_share
 
 _NEEDED = {
@@ -34,6 +35,9 @@ class Analysis(OutputConfig):
     def __post_init__(self) -> None:
         OutputConfig.__post_init__(self)
         check_named(self, **{item.name: _NEEDED[item.name] for item in fields(self) if item.name in _NEEDED})
+        for name in ("runs", "models"):  # one that counted twice would narrow the interval over seeds
+            if again := find_duplicate(path.rstrip("/") for path in getattr(self, name, ())):
+                raise ValueError(f"{name} names {again!r} twice")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -159,6 +159,7 @@ REFUSED = {
     "analyse tau-max": {
         "--tau-max 1": "tau_max = 1 must be at least two rising positive numbers",
         "--tau-max 1 1": "tau_max = 1 1 must be",
+        "--models m m/": "models names 'm' twice",
     },
     "analyse noise": {
         "--share 0": "share = 0 must lie in (0, 1)",
