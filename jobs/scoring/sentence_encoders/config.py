@@ -58,14 +58,21 @@ class EvaluateSentencesConfig(EvaluationConfig):
             raise ValueError("tasks needs data, the directory that they are in")
         for name in self.tasks:
             check_task(name, SENTEVAL_NAMES, "tasks: ")
-        if again := find_duplicate([*self.tasks, *named_values("similarity", self.similarity)]):
-            raise ValueError(f"tasks and similarity name {again!r} twice")
+        if self.tasks:
+            _ = self.present_tasks
         check_least(self, num_folds=2, num_inner_folds=2, num_tokens=0, batch_size=1)
         check_share("max_bad_share", self.max_bad_share)
 
     @property
     def present_tasks(self) -> tuple[str, ...]:
-        """The tasks to evaluate on; their directory must exist and contain some (FileNotFoundError)."""
-        if not self.data:
-            return ()
-        return self.tasks or present_tasks(self.data, [name for name in SENTEVAL_NAMES if name != "SNLI"])
+        """The tasks to evaluate on; their directory must exist and contain some (FileNotFoundError).
+
+        Raises:
+            ValueError: if two of them and of the similarity judgements have the same name, which their figures go by.
+        """
+        found = self.tasks
+        if self.data and not found:
+            found = present_tasks(self.data, [name for name in SENTEVAL_NAMES if name != "SNLI"])
+        if again := find_duplicate([*found, *named_values("similarity", self.similarity)]):
+            raise ValueError(f"tasks and similarity name {again!r} twice: call the judgements otherwise")
+        return found

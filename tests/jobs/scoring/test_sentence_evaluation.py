@@ -200,6 +200,8 @@ def test_what_is_wrong_with_the_data_is_said(model: str, data: Path, tmp_path: P
         read_data(EvaluateSentencesConfig(models=(model,), data=str(data)))
     with pytest.raises(ValueError, match=r"models: .* holds no Transformers model"):
         SentenceEncoderSpec.read("m", str(tmp_path), EvaluateSentencesConfig(models=(str(tmp_path),), data=str(data)))
+    with pytest.raises(ValueError, match="tasks and similarity name 'MR' twice"):  # MR is found in the directory
+        read_data(EvaluateSentencesConfig(models=(model,), data=str(data), similarity=(f"MR={data / 'sts.tsv'}",)))
     options = {"models": (model,), "data": str(data), "tasks": ("MR",)}
     with pytest.raises(ValueError, match="num_folds = 21: a class of MR has 20 sentences"):
         read_data(EvaluateSentencesConfig(**options, num_folds=21))
