@@ -8,6 +8,7 @@ Shapes: B windows, T positions of the longest window, N new tokens of a batch, d
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
@@ -387,7 +388,8 @@ def first_documents(
 
     def readable() -> Iterator[Document]:
         for archive in archives:
-            yield from readable_documents(settings.source, archive, settings.text_field, Counter(), examples)
+            found = readable_documents(settings.source, archive, settings.text_field, Counter(), examples)
+            yield from itertools.islice(found, settings.max_documents or None)
 
     documents: list[tuple[str, np.ndarray]] = []
     num_left = num_tokens

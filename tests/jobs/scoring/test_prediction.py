@@ -171,6 +171,11 @@ def test_a_plain_text_file_becomes_a_page_of_its_first_tokens(
     tau, *_ = direct(model, ids[:40], CONTEXT_LENGTH // 2)
     assert f"40 tokens: mean τ {tau.mean():.3f}" in capsys.readouterr().out
     assert "note.md:0" in page
+    Path("two.jsonl").write_text('{"text": "one two"}\n{"text": "three"}\n')
+    assert main(["--model", str(model), "--text", "two.jsonl", "--max-documents", "1"]) == 0
+    page = Path("temperatures.html").read_text(encoding="utf-8")
+    assert "two.jsonl:0" in page
+    assert "two.jsonl:1" not in page
 
 
 def test_a_directory_is_read_as_archives_or_else_as_plain_text(
