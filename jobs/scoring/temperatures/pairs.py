@@ -323,6 +323,7 @@ def _example_section(name: str, table: pa.Table, source: PairSource) -> str:
             for row, image in zip(chosen, _thumbnails(table["id"].to_numpy()[chosen], source), strict=True)
         )
         parts.append(f"<h3>{title} τ</h3>\n<div class='row'>{cards}</div>")
+    tau = tau[rows]
     low, middle, high = np.quantile(tau, [0.05, 0.5, 0.95])
     warning = ""
     if is_constant({"tau_mean": tau.mean(), "tau_std": tau.std()}):

@@ -220,6 +220,14 @@ def test_an_image_with_several_captions_counts_once() -> None:
     assert list(distinct_rows("tau_text", table)) == [0, 1, 2, 3, 4]
 
 
+def test_the_page_gives_the_mean_over_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "_thumbnails", lambda ids, source: ["" for _ in ids])
+    taus = {"tau_image": [0.1, 0.1, 0.1, 0.3], "tau_text": [0.1, 0.1, 0.1, 0.3]}
+    table = pa.table({"id": range(4), "key": list("aaab"), "caption": list("wxyz"), **taus})
+    assert "mean τ 0.2000;" in pairs._example_section("tau_image", table, None)  # type: ignore[arg-type]
+    assert "mean τ 0.1500;" in pairs._example_section("tau_text", table, None)  # type: ignore[arg-type]
+
+
 def test_captions_of_an_image_count_once_beside_its_label(monkeypatch: pytest.MonkeyPatch) -> None:
     taus = {"tau_image": [2.0, 2.0, 1.0, 3.0], "tau_text": [0.1, 0.3, 0.5, 0.7]}
     monkeypatch.setattr(
