@@ -34,7 +34,7 @@ from jobs.scoring.text_parts import list_sources
 from jobs.scoring.units import UnitStore, absolute_output, settings_digest
 from pipelines.archives import list_once
 from pipelines.lines import decode
-from pipelines.storage import join, read_bytes, resolve, write_bytes
+from pipelines.storage import join, read_bytes, relative, resolve, write_bytes
 from tempnet.intervals import mean_interval, spearman_interval
 
 LEAST_RECORDS = 4
@@ -141,8 +141,7 @@ def _csv_files(data: str) -> list[str]:
     files = sorted(entry.path for entry in entries if entry.type is FileType.File and entry.extension.lower() == "csv")
     if not files:
         raise FileNotFoundError(f"data = {data} holds no .csv file")
-    prefix = data.rstrip("/")
-    return [f"{prefix}/{file[len(path.rstrip('/')) + 1 :]}" for file in files]
+    return [join(data, relative(file, path)) for file in files]
 
 
 def _csv_rows(path: str, needed: set[str]) -> Iterator[dict[str, Any]]:

@@ -52,6 +52,8 @@ def test_questions_and_answers_in_groups_of_subjectivity(tmp_path: Path) -> None
     assert read.left_out == Counter({"without an answer": 2, "without a level from 1 to 5": 1})
     assert [group for _, group in read_subjectivity(str(tmp_path), "answer").records] == ["4", "2", "3"]
     assert read_subjectivity(str(tmp_path / "a" / "test.csv"), "question").records == read.records
+    # The query of a URI stays at its end.
+    assert read_subjectivity(f"file://{tmp_path}?region=x", "question").records == read.records
 
 
 def test_instructions_in_groups_of_their_verb(tmp_path: Path) -> None:
