@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from pyarrow.fs import FileSelector, FileType
 
 from jobs.engine.report import markdown_table
@@ -133,10 +134,11 @@ def analyse_noise(config: Noise) -> dict[str, Any]:
     numbers = match_numbers(table["key"].to_pylist(), settings.images.source, config.label)
     groups = group_pairs(table["id"].to_numpy(), numbers, noise)
     tau = {noun: table[name].to_numpy().astype(np.float64) for name, noun in MODALITIES.items()}
-    values = figures(groups, tau)
+    image = np.unique(table["key"].to_numpy(), return_inverse=True)[1]
+    values = figures(groups, tau, image)
     rows = [["group", "pairs", *(f"mean τ of {noun}" for noun in tau)]]
     rows += [
-        [name, f"{int(chosen.sum())}", *(show(mean_interval(of_kind[chosen])) for of_kind in tau.values())]
+        [name, f"{int(chosen.sum())}", *(show(_mean(of_kind, chosen, image)) for of_kind in tau.values())]
         for name, chosen in groups.items()
     ]
     publish_findings(
@@ -165,16 +167,22 @@ def group_pairs(ids: np.ndarray, numbers: np.ndarray, noise: CaptionNoise) -> Gr
     return groups
 
 
-def figures(groups: Groups, tau: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def _mean(tau: np.ndarray, chosen: np.ndarray, image: np.ndarray) -> Interval:
+    return mean_interval(tau[chosen], torch.from_numpy(image[chosen]))
+
+
+def figures(groups: Groups, tau: Mapping[str, np.ndarray], image: np.ndarray) -> dict[str, Any]:
     """Return the mean τ of every group, and the difference between noisy and clean pairs, with 95 % half-widths.
 
-    `tau` holds, for images and for captions, τ (n,) of every pair.
+    `tau` holds, for images and for captions, τ (n,) of every pair; `image` (n,) is the number of its image. Pairs of one
+    image are not independent, so that a mean has the interval over images. The noise is drawn for each pair by itself,
+    whatever its image is, and so the interval of the difference is that over pairs.
     """
     rows = [
         {
             "group": name,
             "num_pairs": int(chosen.sum()),
-            **{noun: mean_interval(of_kind[chosen]).as_json() for noun, of_kind in tau.items()},
+            **{noun: _mean(of_kind, chosen, image).as_json() for noun, of_kind in tau.items()},
         }
         for name, chosen in groups.items()
     ]

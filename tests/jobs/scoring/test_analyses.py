@@ -184,7 +184,7 @@ def test_differences_of_noisy_pairs_have_the_error_of_welch() -> None:
     is_noisy = np.arange(300) < 60
     groups = {"clean": ~is_noisy, "noisy": is_noisy, "noisy and frequent": np.arange(300) < 20}
     tau = {"images": rng.normal(1.0, 0.2, 300), "captions": rng.normal(1.0, 0.2, 300) + is_noisy}
-    values = noise.figures(groups, tau)
+    values = noise.figures(groups, tau, np.arange(300))
     for noun, of_kind in tau.items():
         welch = ttest_ind(of_kind[is_noisy], of_kind[~is_noisy], equal_var=False)
         difference = values["differences"][noun]
@@ -194,3 +194,12 @@ def test_differences_of_noisy_pairs_have_the_error_of_welch() -> None:
     assert values["groups"][2]["images"]["mean"] == pytest.approx(tau["images"][:20].mean())
     assert "τ of noisy pairs' images is not seen to differ" in noise.conclude_noise(values)
     assert "τ of noisy pairs' captions is higher (+1" in noise.conclude_noise(values)
+
+
+def test_several_captions_of_an_image_do_not_narrow_the_interval_of_a_group() -> None:
+    per_image = np.random.default_rng(3).normal(1.0, 0.2, 50)
+    once = noise.figures({"noisy": np.ones(50, bool), "clean": np.ones(50, bool)}, {"images": per_image}, np.arange(50))
+    everything = np.ones(250, bool)
+    groups, image = {"noisy": everything, "clean": everything}, np.repeat(np.arange(50), 5)
+    five = noise.figures(groups, {"images": per_image[image]}, image)
+    assert five["groups"][0]["images"] == pytest.approx(once["groups"][0]["images"])
