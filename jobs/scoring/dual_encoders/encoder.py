@@ -92,7 +92,7 @@ class Encoder:
         model = DualEncoder.from_pretrained(local_copy(spec.path), autocast_dtype=_DTYPES[precision])
         self._model = model.to(self._device)
         self._captions = caption_encoder(spec)
-        self._batch_size = batch_size
+        self._path, self._batch_size = spec.path, batch_size
 
     @torch.inference_mode()
     def images(self, images: np.ndarray) -> np.ndarray:
@@ -101,7 +101,7 @@ class Encoder:
         for start in range(0, len(images), self._batch_size):
             batch = slice(start, start + self._batch_size)
             rows[batch] = self._model.encode_images(torch.from_numpy(images[batch]).to(self._device)).cpu()
-        return rows.numpy()
+        return self._finite(rows, "images")
 
     @torch.inference_mode()
     def texts(self, texts: Sequence[str]) -> np.ndarray:
@@ -115,6 +115,13 @@ class Encoder:
             is_needed = tokens["attention_mask"][indices].any(0)
             batch = {name: tensor[indices][:, is_needed].to(self._device) for name, tensor in tokens.items()}
             rows[indices] = self._model.encode_texts(**batch).cpu()
+        return self._finite(rows, "texts")
+
+    def _finite(self, rows: torch.Tensor, noun: str) -> np.ndarray:
+        if bad := int((~rows.isfinite()).any(-1).sum()):
+            raise ValueError(
+                f"model = {self._path!r}: the embeddings of {bad} of {len(rows)} {noun} are NaN or infinite"
+            )
         return rows.numpy()
 
 
@@ -237,11 +244,6 @@ class _UnitEncoder:
         unit, images = decoded
         encoder = self._encoder.get(unit.model)
         rows = encoder.images(images) if unit.modality == "image" else encoder.texts(unit.texts)
-        if bad := int((~np.isfinite(rows)).any(-1).sum()):
-            raise ValueError(
-                f"model = {unit.model.path!r}: the embeddings of {bad} of {len(rows)} {unit.modality}s ({unit.start} to "
-                f"{unit.stop - 1}) are NaN or infinite"
-            )
         content = safetensors.numpy.save({"rows": rows})
         return Finished(files={unit.file: content}, num_cases=len(rows))
 

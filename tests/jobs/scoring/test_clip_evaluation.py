@@ -10,10 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from clip_support import make_dual_encoder
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
-from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, encoding_units, pairs_record
+from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, Encoder, encoding_units, pairs_record
 from jobs.scoring.dual_encoders.evaluate import name_classes, prompts, read_class_names, read_templates
 from pipelines.images.prepare import PrepareImagesConfig
 
@@ -47,6 +49,17 @@ def test_units_are_found_again_where_nothing_has_changed(model: str, tmp_path: P
         (tmp_path / "copy" / "text_encoder" / "tokenizer.json").read_text() + " "
     )
     assert not set(keys(str(tmp_path / "copy"))) & set(first)
+
+
+def test_embeddings_that_are_not_finite_are_refused(model: str, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "nan")
+    file = tmp_path / "nan" / "model.safetensors"
+    weights = load_file(file)
+    weights["text_projection.weight"].fill_(torch.nan)
+    save_file(weights, file)
+    encoder = Encoder(DualEncoderSpec.read("label", str(tmp_path / "nan")), precision="fp32", batch_size=2)
+    with pytest.raises(ValueError, match="the embeddings of 3 of 3 texts are NaN or infinite"):
+        encoder.texts(["a", "b", "c"])
 
 
 def test_other_captions_of_the_same_images_are_other_pairs(tmp_path: Path) -> None:
