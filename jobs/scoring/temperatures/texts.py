@@ -206,6 +206,10 @@ class Predictor(TokenReader):
         figures = [np.empty((9 if self._at_tau else 2, len(ids)), dtype=np.float32) for ids in documents]
         for windows, chunks in self.read(documents):
             predicted = torch.cat([self._figures(chunk) for chunk in chunks], dim=-1).cpu().numpy()
+            if bad := int((~np.isfinite(predicted[0])).sum()):
+                raise ValueError(
+                    f"model = {self._settings.model!r}: τ of {bad} of {predicted.shape[1]} tokens is not finite"
+                )
             ends = np.cumsum([window.stop - window.first for window in windows])
             for window, part in zip(windows, np.split(predicted, ends[:-1], axis=1), strict=True):
                 figures[window.document][: len(part), window.first : window.stop] = part

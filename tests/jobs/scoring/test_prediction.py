@@ -113,6 +113,13 @@ def test_every_token_has_the_temperature_of_a_direct_forward(
     assert np.concatenate([prediction.tau for prediction in predictions]).std() > 0.02
 
 
+def test_temperatures_that_are_not_finite_are_refused(model: Path, text: Path) -> None:
+    predictor = Predictor(resolve_settings(config_of(model, text))[0])
+    next(predictor._base.parameters()).data.fill_(torch.nan)
+    with pytest.raises(ValueError, match="τ of 3 of 3 tokens is not finite"):
+        predictor.predict([np.array([1, 2, 3], dtype=np.int32)])
+
+
 def predicted_part(num_tokens: list[int]) -> pa.Table:
     rng = np.random.default_rng(0)
     return pa.table(
