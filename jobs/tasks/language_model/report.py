@@ -48,8 +48,8 @@ def summary_table(outcome: Mapping[str, Any]) -> str:
     """Return the results of a run as text for the terminal; what belongs to ρ is shown for losses that have one."""
     scores, rivals = outcome["validation"], outcome["rivals"]
     rows = [
-        ("validation perplexity at τ = 1", f"{math.exp(scores['cross_entropy']):.2f}"),
-        ("validation perplexity at τ", f"{math.exp(scores['cross_entropy_tau']):.2f}"),
+        ("validation perplexity at τ = 1", _perplexity(scores["cross_entropy"])),
+        ("validation perplexity at τ", _perplexity(scores["cross_entropy_tau"])),
         ("mean τ", f"{scores['tau_mean']:.3f}"),
         ("5 % / 95 % of τ", f"{scores['tau_q05']:.3f} / {scores['tau_q95']:.3f}"),
         ("standard deviation of τ", f"{scores['tau_std']:.3f}"),
@@ -66,6 +66,14 @@ def summary_table(outcome: Mapping[str, Any]) -> str:
             ("ρ (target entropy)", f"{outcome['rho']:.4f} ({outcome['target_entropy']:.4f} nats)"),
         ]
     return results(rows, outcome, "tokens")
+
+
+def _perplexity(cross_entropy: float) -> str:
+    return f"{math.exp(cross_entropy) if cross_entropy < 700 else math.inf:.2f}"  # near τ₀ it may be thousands of nats
+
+
+def _perplexity(cross_entropy: float) -> str:
+    return f"{math.exp(cross_entropy) if cross_entropy < 700 else math.inf:.2f}"  # near τ₀ it may be thousands of nats
 
 
 def write_report(

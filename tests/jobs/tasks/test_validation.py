@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from jobs.tasks.dual_encoder.validation import HeldOut, one_temperature
 from jobs.tasks.image_encoder.task import probe_accuracy
-from jobs.tasks.language_model.report import coloured_page
+from jobs.tasks.language_model.report import coloured_page, summary_table
 from jobs.tasks.language_model.validation import ValidationPart, validate
 from jobs.tasks.sentence_encoder.task import SpanStatistics
 from pipelines.text.packing import IGNORE_INDEX
@@ -218,3 +218,17 @@ def test_tokens_are_escaped_and_told_apart() -> None:
     assert titles[0] == "τ 0.200 · entropy 4.00 nats at τ = 1" + note
     assert len(set(colours)) == 3
     assert colours[2] == colours[3]
+
+
+def outcome_of(loss: str, **scores: float) -> dict[str, Any]:
+    """Return the outcome of a language model's run as far as the summary reads it."""
+    names = ("tau_mean", "tau_q05", "tau_q95", "tau_std", "tau_share_lower_bound", "tau_share_upper_bound")
+    figures = dict.fromkeys((*names, "tau_entropy_spearman", "cross_entropy", "cross_entropy_tau"), 0.5) | scores
+    rest = {"rivals": {}, "num_steps": 2, "num_epochs": 1.0, "tokens_per_second": None}
+    return {"loss": loss, "validation": figures, **rest}
+
+
+def test_a_perplexity_that_no_float_holds_is_infinite() -> None:
+    """At a τ of .001 a cross-entropy is some thousands of nats."""
+    text = summary_table(outcome_of("fixed", cross_entropy=2.0, cross_entropy_tau=2000.0))
+    assert re.search(r"perplexity at τ = 1 +7\.39\n.*perplexity at τ +inf\n", text)
