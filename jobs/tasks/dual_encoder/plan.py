@@ -153,8 +153,9 @@ class ClipPlan(Plan[ClipConfig]):
 
     def rows(self, outcome: Mapping[str, Any]) -> list[tuple[str, str]]:
         scores = outcome["validation"]
+        rho = scores.get("rho", outcome["rho"])  # temperature.target_tau moves it
         rows = [
-            ("loss", outcome["loss"] + (f", ρ = {outcome['rho']:g}" if outcome["rho"] is not None else "")),
+            ("loss", outcome["loss"] + (f", ρ = {rho:.4g}" if rho is not None else "")),
             ("cross-entropy at τ, all held-out pairs", f"{scores['cross_entropy_tau']:.4f}"),
             ("mean recall, last", f"{scores['mean_recall']:.2%}"),
         ]

@@ -57,19 +57,31 @@ def summary_table(outcome: Mapping[str, Any]) -> str:
         ("Spearman(τ, entropy at τ = 1)", f"{scores['tau_entropy_spearman']:+.2f}"),
     ]
     if is_robust(outcome):
+        rho = _last_rho(outcome)
+        target = outcome["target_entropy"] + outcome["rho"] - rho
         rows += [
             (
                 f"robust loss at the oracle's τ*, mean {rivals['oracle_tau_mean']:.3f}",
                 f"{rivals['robust/oracle_loss']:.4f}",
             ),
             ("regret: robust loss at τ above it", f"{rivals['robust/loss'] - rivals['robust/oracle_loss']:.4f}"),
-            ("ρ (target entropy)", f"{outcome['rho']:.4f} ({outcome['target_entropy']:.4f} nats)"),
+            ("ρ (target entropy)", f"{rho:.4f} ({target:.4f} nats)"),
         ]
     return results(rows, outcome, "tokens")
 
 
+def _last_rho(outcome: Mapping[str, Any]) -> float:
+    """Return the ρ that the last validation has: with `temperature.target_tau` it is not the one of the beginning."""
+    return float(outcome["validation"].get("rho", outcome["rho"]))
+
+
 def _perplexity(cross_entropy: float) -> str:
     return f"{math.exp(cross_entropy) if cross_entropy < 700 else math.inf:.2f}"  # near τ₀ it may be thousands of nats
+
+
+def _last_rho(outcome: Mapping[str, Any]) -> float:
+    """Return the ρ that the last validation has: with `temperature.target_tau` it is not the one of the beginning."""
+    return float(outcome["validation"].get("rho", outcome["rho"]))
 
 
 def _perplexity(cross_entropy: float) -> str:
@@ -98,7 +110,9 @@ def write_report(
         curves = _CURVES
         if with_rho:
             curves = _CURVES | {"τ": (*_CURVES["τ"], "train/tau_oracle_mean")}
-        title = f"{outcome['run']}: ρ = {outcome['rho']:.3f}" if with_rho else f"{outcome['run']}: {outcome['loss']}"
+        title = (
+            f"{outcome['run']}: ρ = {_last_rho(outcome):.3f}" if with_rho else f"{outcome['run']}: {outcome['loss']}"
+        )
         draw_curves(directory / "curves.png", tracked, curves, title)
 
 

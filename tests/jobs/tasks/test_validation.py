@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from scipy.stats import spearmanr
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from jobs.tasks.dual_encoder.plan import ClipPlan
 from jobs.tasks.dual_encoder.validation import HeldOut, one_temperature
 from jobs.tasks.image_encoder.task import probe_accuracy
 from jobs.tasks.language_model.report import coloured_page, summary_table
@@ -220,6 +222,9 @@ def test_tokens_are_escaped_and_told_apart() -> None:
     assert colours[2] == colours[3]
 
 
+ROBUST = ("robust/loss", "robust/oracle_loss")
+
+
 def outcome_of(loss: str, **scores: float) -> dict[str, Any]:
     """Return the outcome of a language model's run as far as the summary reads it."""
     names = ("tau_mean", "tau_q05", "tau_q95", "tau_std", "tau_share_lower_bound", "tau_share_upper_bound")
@@ -232,3 +237,16 @@ def test_a_perplexity_that_no_float_holds_is_infinite() -> None:
     """At a τ of .001 a cross-entropy is some thousands of nats."""
     text = summary_table(outcome_of("fixed", cross_entropy=2.0, cross_entropy_tau=2000.0))
     assert re.search(r"perplexity at τ = 1 +7\.39\n.*perplexity at τ +inf\n", text)
+
+
+def test_the_summary_has_the_rho_that_its_figures_are_of() -> None:
+    """A ρ that is steered moves by what the target entropy loses."""
+    begun = {"rho": 3.0, "target_entropy": 4.0, "rivals": {"oracle_tau_mean": 1.0} | dict.fromkeys(ROBUST, 0.5)}
+    assert "3.0000 (4.0000 nats)" in summary_table(outcome_of("dro") | begun)
+    assert "3.7500 (3.2500 nats)" in summary_table(outcome_of("dro", rho=3.75) | begun)
+    scores = dict.fromkeys((f"{side}_recall@{k}" for side in ("image", "text") for k in (1, 5, 10)), 0.5)
+    scores |= {"cross_entropy_tau": 1.0, "mean_recall": 0.5}
+    outcome = {"loss": "tempnet", "rho": 3.0, "best_rating": None}
+    for last, text in (({}, "ρ = 3"), ({"rho": 3.75}, "ρ = 3.75")):
+        rows = ClipPlan.rows(SimpleNamespace(), outcome | {"validation": scores | last})  # type: ignore[arg-type]
+        assert rows[0] == ("loss", f"tempnet, {text}")
