@@ -88,10 +88,6 @@ class ReproduceConfig:
         if own := changes.keys() & _OWN_FIELDS.keys():
             name = min(own)
             raise ValueError(f"change: {name} cannot be changed, as it tells runs apart: {_OWN_FIELDS[name]}")
-        if self.steps is not None:
-            changes["run.num_steps"] = self.steps
-            if self.scale == "small":
-                changes["validation.every"] = max(1, self.steps // 4)
         return changes
 
     @property

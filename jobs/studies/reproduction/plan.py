@@ -144,7 +144,7 @@ def make_reproduction(config: ReproduceConfig) -> Reproduction:
             ", ".join(work.scoring_data) or "no data; the data that runs read are fields: use --change data.FIELD=PATH"
         )
         raise ValueError(f"data: {experiment.id} is not scored on {unknown[0]!r}: it is scored on {known}")
-    if config.changes and not work.runs:
+    if (config.changes or config.steps) and not work.runs:
         raise ValueError(f"change, steps: {experiment.id} trains nothing, so there is nothing to change")
     check_fields(config.changes, [run.config for run in work.runs.values()])
     return work
@@ -189,9 +189,11 @@ def _make_runs(study: Study, job: ReproduceConfig, common: Mapping[str, Any]) ->
             known = flatten(config)
             changes = {field: value for field, value in job.changes.items() if field in known}
             changes = {"run.seed": replicate.seed, **common, **study.changes, **changes, **start, **arm.changes}
-            if job.steps:
-                changes["run.num_steps"] = min(job.steps, changes["run.num_steps"])
             config = with_fields(config, changes)
+            if job.steps and job.steps < config.run.num_steps:
+                config = with_fields(config, {"run.num_steps": job.steps})
+                if job.scale == "small" and "validation.every" not in job.changes:
+                    config = with_fields(config, {"validation.every": max(1, job.steps // 4)})
             if job.scale == "small":  # keep only one checkpoint, at the end
                 config = with_fields(
                     config, {"run.checkpoint_every": config.run.num_steps, "run.num_checkpoints_kept": 1}

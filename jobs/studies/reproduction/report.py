@@ -237,6 +237,7 @@ def as_content(work: Reproduction, results: Sequence[StudyResult]) -> dict[str, 
 def _study_content(work: Reproduction, result: StudyResult) -> dict[str, Any]:
     study = result.study
     planned = next(planned for planned in work.studies if planned.study is study)
+    steps = {run.arm.name: {"run.num_steps": run.config.run.num_steps} for run in planned.runs}
     return {
         "title": study.title,
         "paper": {
@@ -248,7 +249,7 @@ def _study_content(work: Reproduction, result: StudyResult) -> dict[str, Any]:
                 "name": arm.name,
                 "paper_row": arm.row or arm.name,
                 "preset": arm.preset,
-                "changes": {**study.changes, **work.config.changes, **arm.changes},
+                "changes": {**study.changes, **work.config.changes, **arm.changes, **steps.get(arm.name, {})},
                 "after": arm.after,
                 "runs": {run.replicate.name: run.name for run in planned.runs if run.arm.name == arm.name},
                 "figures": {

@@ -184,6 +184,9 @@ def test_steps_changes_and_arms(tmp_path: Path) -> None:
     change = ("optimizer.beta1=0.8", "data.train=elsewhere")
     own = {run.config.run.num_steps for run in make("TripleEntropy", tmp_path, steps=30, seeds=1).runs.values()}
     assert own == {19, 30}  # an arm of 19 steps has no more, and one of 262 no more than the others
+    for steps, wanted in ((None, (300, 75)), (1000, (300, 75)), (100, (100, 25))):
+        runs = make("T15", tmp_path, steps=steps, seeds=1).runs.values()
+        assert {(run.config.run.num_steps, run.config.validation.every) for run in runs} == {wanted}
     work = make("T15", tmp_path, steps=6, change=change, arms=("ρ = 2.5",), seeds=1)
     assert [run.arm.name for run in work.runs.values()] == ["base", "ρ = 2.5"]
     for run in work.runs.values():
