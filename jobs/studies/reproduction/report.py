@@ -72,8 +72,9 @@ class StudyResult:
         return [value for value in values if math.isfinite(value)]
 
     def estimate(self, arm: Arm, measure: Measure) -> Estimate | None:
-        """Returns the mean of a table cell with its interval."""
-        return summarize(self.values(arm, measure), test_share=self.test_share, is_exact=measure.is_exact)
+        """Returns the mean of a table cell with its interval; None if one of its replicates has diverged."""
+        values = [measure.value(scores) for scores in self.replicates.get(arm.name, {}).values()]
+        return summarize(values, test_share=self.test_share, is_exact=measure.is_exact)
 
 
 def summarize(values: Sequence[float], *, test_share: float = 0.0, is_exact: bool = False) -> Estimate | None:

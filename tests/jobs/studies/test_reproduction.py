@@ -26,8 +26,10 @@ from jobs.studies.reproduction.direct import COSINES, measure_gradient_scales
 from jobs.studies.reproduction.experiments import (
     ALIASES,
     EXPERIMENTS,
+    Arm,
     Measure,
     Statement,
+    Study,
     above,
     below,
     between,
@@ -267,6 +269,11 @@ def test_verdicts_by_hand() -> None:
     assert verdict(above("a", "b", "x"), a=[3, math.nan], b=[1, 2]) == UNSEEN
     assert verdict(above("a", "b", "x"), a=[3, 4], b=[3, 4]) == "does not hold"
     assert judge(above("a", "b", "x"), replicates(a=[3, 4, 5], b=[1, 2]), MEASURES).num_replicates == 2
+    # A seed that diverged is not left out of the mean of the others.
+    study = Study(title="", arms=(Arm(name="a"),), measures=tuple(MEASURES.values()))
+    for values, mean in (([3, 4, 5], 4.0), ([3, math.nan, 5], None)):
+        found = StudyResult.of(study, replicates(a=values)).estimate(study.arms[0], MEASURES["x"])
+        assert (found.mean if found else None) == mean
     # The arm may be worse by up to 1.
     assert verdict(above("a", "b", "x", by=-1), a=[2.9, 3.9, 5], b=[3, 4, 5]) == "holds"
 
