@@ -423,6 +423,15 @@ def describe_error(error: Exception | None) -> str:
     return masked(lines[0 if isinstance(text, ray.exceptions.OutOfMemoryError) else -1])
 
 
+def describe_data(config: TrainingConfig) -> str:
+    """Returns what runs whose data are prepared together have in common."""
+    values = flatten(config)
+    data = {name: value for name, value in values.items() if name.startswith("data.")}
+    if data.get("data.train_share", 1.0) < 1.0:
+        data["run.seed"] = values["run.seed"]  # which draws the documents
+    return json.dumps(data, sort_keys=True)
+
+
 def prepare_once(plans: Iterable[Plan]) -> dict[str, tuple[str, str, str]]:
     """Prepare the data that trials share, once for each distinct data configuration. Ray must be running.
 
@@ -433,11 +442,7 @@ def prepare_once(plans: Iterable[Plan]) -> dict[str, tuple[str, str, str]]:
     """
     distinct: dict[str, Plan] = {}
     for plan in plans:
-        values = flatten(plan.config)
-        data = {name: value for name, value in values.items() if name.startswith("data.")}
-        if data.get("data.train_share", 1.0) < 1.0:
-            data["run.seed"] = values["run.seed"]  # which draws the documents
-        distinct.setdefault(json.dumps(data, sort_keys=True), plan)
+        distinct.setdefault(describe_data(plan.config), plan)
     return {
         f"{context}-{number}" if number else context: data_set
         for number, plan in enumerate(distinct.values())

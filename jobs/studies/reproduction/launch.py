@@ -16,7 +16,17 @@ from jobs.studies.reproduction.experiments import Measure, Scores
 from jobs.studies.reproduction.plan import PlannedStudy, Reproduction, Run, list_needed_paths, locate, outcome_of
 from jobs.studies.reproduction.report import Replicates, StudyResult, as_content, as_markdown, as_png, verdict_of_claim
 from jobs.studies.reproduction.scoring import FinishedRun, Place
-from jobs.studies.trials import Outcomes, Results, Trial, make_plan, open_parent, prepare_once, publish, run_trials
+from jobs.studies.trials import (
+    Outcomes,
+    Results,
+    Trial,
+    describe_data,
+    make_plan,
+    open_parent,
+    prepare_once,
+    publish,
+    run_trials,
+)
 from pipelines.storage import exists
 
 _NUM_SIDE_BY_SIDE = 16
@@ -92,13 +102,17 @@ def scores_of(outcome: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _check(work: Reproduction) -> list[Plan]:
-    """Returns the plan of every arm's first run, except for runs that start from a run that has not been made yet."""
+    """Returns the plan of every arm's first run with the same data, but for those that start from a run not made yet."""
     for name, path in work.scoring_data.items():
         if path and not exists(path):
             raise FileNotFoundError(
                 f"data: {name} = {path!r} does not exist, and models are scored on it: use --data {name}=PATH"
             )
-    first = {(number, run.arm.name): run for number, planned in enumerate(work.studies) for run in planned.runs[::-1]}
+    first = {
+        (number, run.arm.name, describe_data(run.config)): run
+        for number, planned in enumerate(work.studies)
+        for run in planned.runs[::-1]
+    }
     by_name = {run.name: run for run in first.values()}
 
     def can_start(run: Run) -> bool:

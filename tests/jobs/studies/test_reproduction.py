@@ -435,7 +435,9 @@ def test_the_page_of_the_papers_has_every_experiment_and_the_verdicts_of_records
     assert "### " not in papers_page({"T13": record | {"studies": untested}})
 
 
-def test_documents_that_a_seed_draws_are_prepared_for_every_seed() -> None:
+def test_documents_that_a_seed_draws_are_prepared_for_every_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prepared: list[tuple[float, int]] = []
 
     def plan(share: float, seed: int) -> Any:
@@ -446,3 +448,10 @@ def test_documents_that_a_seed_draws_are_prepared_for_every_seed() -> None:
 
     prepare_once([plan(share, seed) for share in (1.0, 0.1) for seed in (0, 1)])
     assert prepared == [(1.0, 0), (0.1, 0), (0.1, 1)]
+    planned: list[Any] = []
+    monkeypatch.setattr(launch, "make_plan", planned.append)
+    monkeypatch.setattr(launch, "exists", lambda path: True)
+    monkeypatch.setattr(launch, "locate", lambda field, path: "here")
+    launch._check(make("DeCLUTR", tmp_path))
+    drawn = {(config.data.train_share, config.run.seed) for config in planned}
+    assert drawn == {(1.0, 0), (0.1, 0), (0.1, 1), (0.1, 2)}
