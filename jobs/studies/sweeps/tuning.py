@@ -207,15 +207,18 @@ class RuleStopper(Stopper):
             if self._race is not None and rank_of(last, self._rule.band)[0]:
                 self._race.goes_on(trial_id, validations)  # those that compete are compared with it
             return ""
-        if self._search is not None and name_of(self._search.points[trial_id]) in self._finished:
-            return ""
-        if reason := self._rule.reason_to_stop(validations):
-            return reason
+        reason = self._rule.reason_to_stop(validations) or self._lost_race(trial_id, validations)
+        # A run that is finished only reports again, but others compete with it as they did before.
+        has_ended = self._search is not None and name_of(self._search.points[trial_id]) in self._finished
+        return "" if has_ended else reason
+
+    def _lost_race(self, trial_id: str, validations: Sequence[Validation]) -> str:
         # A point that is alone in its round was chosen from the results of the others, so it does not compete.
         if self._race is None or self._search is None or not self._search.competes[trial_id]:
             return ""
         if self._search.has_found and not self._race.goes_on(trial_id, validations):
-            return f"other trials are better at step {last.step}: {TITLE} {loss:.4f}"
+            last = validations[-1]
+            return f"other trials are better at step {last.step}: {TITLE} {loss_of(last.scores):.4f}"
         return ""
 
 

@@ -20,6 +20,7 @@ from jobs.engine.launch import claim_directory, find_outcome
 from jobs.engine.resumption import checkpoint_name, write_file_list
 from jobs.engine.worker import Validation
 from jobs.studies.sweeps.band_search import PointResult, search_band
+from jobs.studies.sweeps.config import name_of
 from jobs.studies.sweeps.launch import _finish_stopped, _read_runs, match_runs
 from jobs.studies.sweeps.presets import PRESETS
 from jobs.studies.sweeps.report import as_markdown, as_page, make_row
@@ -144,6 +145,25 @@ def test_a_finished_run_that_reports_again_is_not_ended_whoever_reports_before_i
     assert isinstance(point, dict)
     stopper = RuleStopper(RULE, search, [f"rho{point['temperature.rho']:g}"])
     assert report(search, stopper, "a", [0.6] * 12, [5.0] * 12) == 600  # a new run would have settled outside the band
+
+
+@pytest.mark.parametrize("is_continued", [False, True])
+def test_trials_compete_with_those_that_ended_before_the_sweep_was_continued(is_continued: bool) -> None:
+    axes = {"temperature.rho": [2.0, 4.0], "optimizer.learning_rate_tempnet": [1e-3, 2e-3, 3e-3, 4e-3]}
+    search, finished = BandSearch(axes, band=BAND, num_steps=600, budget=5.0), list[str]()
+    stopper = RuleStopper(RULE, search, finished)
+    search.suggest("a")
+    assert report(search, stopper, "a", [0.85] * 12, [5.0] * 12) == 600
+    for trial in "bc":
+        search.suggest(trial)
+    if is_continued:
+        finished.append(name_of(search.points["b"]))
+        end = {"step": 300, "tau_mean": 0.85, "cross_entropy_tau": 6.0}
+        assert not stopper("b", end)
+        search.on_trial_complete("b", end)
+    else:
+        assert report(search, stopper, "b", [0.85] * 12, [6.0] * 12) == 300
+    assert report(search, stopper, "c", [0.85] * 12, [5.5] * 12) == 600  # it is the second of three
 
 
 def test_the_error_of_a_trial_that_went_on_from_another_is_that_of_the_run_it_was() -> None:
