@@ -14,7 +14,6 @@ from jobs.engine.cluster import check_machine, start_ray
 from jobs.engine.fields import configuration_hash
 from jobs.engine.launch import check_directory, check_room, claim_directory, tracking_uri
 from jobs.engine.report import markdown_table
-from jobs.engine.task import data_set
 from jobs.studies.estimates import Estimate, estimate
 from jobs.studies.trials import DRIVER_CPUS, Results, Trial, open_parent, publish, run_trials
 from jobs.tasks.classifier.config import ClassifierConfig, CrossValidationConfig
@@ -78,10 +77,7 @@ def cross_validate(work: CrossValidation) -> Results[Row]:
         config.tracking,
         uri=work.examples[0].tracking_uri,
         num_trials=len(work.cells),
-        data_sets={
-            plan.data.name: data_set(f"{config.data.file or config.data.directory}/{plan.data.name}", plan.data.digest)
-            for plan in work.examples
-        },
+        data_sets={plan.data.name: plan.prepare().data_sets["training"] for plan in work.examples},
     )
     outcomes = run_trials(
         [Trial(config=cell, keep_checkpoints=config.grid.keep_models) for cell in work.cells],

@@ -16,7 +16,8 @@ from jobs import export
 from jobs.engine.export import write_task
 from jobs.engine.fields import configuration_hash, fixed_values, resolve_fields, with_fields
 from jobs.engine.resumption import write_file_list
-from jobs.studies.cross_validation import as_markdown, make_rows
+from jobs.studies import cross_validation
+from jobs.studies.cross_validation import as_markdown, cross_validate, make_cross_validation, make_rows
 from jobs.studies.estimates import estimate
 from jobs.tasks.classifier.config import CrossValidationConfig
 from jobs.tasks.classifier.plan import make_plan
@@ -48,6 +49,22 @@ def test_cells_that_are_compared_have_the_same_folds_and_the_same_start(config: 
     (_, train, test), (_, other_train, other_test) = (read_fold(cell) for cell in cells[:2])
     np.testing.assert_array_equal(train.token_ids, other_train.token_ids)
     np.testing.assert_array_equal(test.labels, other_test.labels)
+
+
+def test_mlflow_names_a_file_of_sentences_itself(
+    config: CrossValidationConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {"model.path": "", "model.hidden_size": 16, "model.num_layers": 1, "model.num_heads": 2}
+    work = make_cross_validation(with_fields(config, small | {"tracking.enabled": False}))
+    for name in ("check_cross_validation", "claim_directory", "start_ray"):
+        monkeypatch.setattr(cross_validation, name, lambda *_: None)
+
+    def open_parent(*_: Any, data_sets: dict[str, tuple[str, str, str]], **__: Any) -> None:
+        raise InterruptedError([uri for *_, uri in data_sets.values()])
+
+    monkeypatch.setattr(cross_validation, "open_parent", open_parent)
+    with pytest.raises(InterruptedError, match=rf"^\['{tmp_path}/films.tsv'\]$"):
+        cross_validate(work)
 
 
 def test_the_supervised_contrastive_loss_is_a_setting_beside_the_others(config: CrossValidationConfig) -> None:
