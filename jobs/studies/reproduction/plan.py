@@ -260,7 +260,7 @@ def _list_arms(planned: PlannedStudy, config: ReproduceConfig) -> str:
                 _preset_of(arm, config.scale) if arm.preset else "–",
                 " ".join([*shown, *after]),
                 f"{runs[0].config.run.num_steps:,}" if runs else "–",
-                str(len(runs)) if runs else f"{config.seeds} measurements",
+                f"{config.seeds} measurements" if planned.study.direct else str(len(runs)),
             ]
         )
     return markdown_table(rows)

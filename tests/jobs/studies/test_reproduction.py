@@ -59,6 +59,7 @@ from jobs.tasks.presets.sentences import PRESETS as SENTENCES
 from jobs.tasks.sentence_encoder.config import SentenceConfig
 from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.contrastive.losses import ContrastiveLoss
+from tempnet.rho import check_rho
 
 MEASURES = {"x": Measure(name="x", title="x", value=lambda scores: scores["x"])}
 
@@ -97,6 +98,9 @@ def test_every_experiment_resolves_without_data(name: str, scale: str, tmp_path:
         for run in planned.runs:
             assert run.config.workers.use_gpu == (scale == "full")
             assert run.config.run.directory.startswith(f"{tmp_path}/reproduced/")
+            fields = flatten(run.config)
+            if scale == "full" and "llama" in fields.get("model.path", "").lower():
+                check_rho(fields["temperature.rho"], 32_000)
     description = work.describe()
     assert work.experiment.claim in description
     if work.runs:
