@@ -66,7 +66,9 @@ def _records(storage: str) -> dict[str, Mapping[str, Any]]:
     """Returns id of an experiment → its record, for those that have one."""
     best: dict[str, Mapping[str, Any]] = {}
     filesystem, path = resolve(storage)
-    for item in filesystem.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True)):
+    # in order of their names, so that of records with as many seeds that of the defaults comes first
+    items = filesystem.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True))
+    for item in sorted(items, key=lambda item: item.base_name):
         record = (
             read_json(f"{storage}/{item.base_name}/results.json") if item.base_name.startswith("reproduce-") else None
         )

@@ -37,7 +37,7 @@ from jobs.studies.reproduction.experiments import (
     find,
     read_claim,
 )
-from jobs.studies.reproduction.papers import papers_page
+from jobs.studies.reproduction.papers import _records, papers_page
 from jobs.studies.reproduction.plan import Reproduction, list_needed_paths, make_reproduction
 from jobs.studies.reproduction.report import (
     UNSEEN,
@@ -437,6 +437,22 @@ def test_the_page_of_the_papers_has_every_experiment_and_the_verdicts_of_records
     record = json.loads(next(tmp_path.glob("reproduce-*/results.json")).read_text())
     untested = [study | {"statements": []} for study in record["studies"]]
     assert "### " not in papers_page({"T13": record | {"studies": untested}})
+
+
+def test_of_records_with_as_many_seeds_the_page_has_that_of_the_defaults(tmp_path: Path) -> None:
+    for name in (*"fedcba98", ""):
+        directory = tmp_path / f"reproduce-T13-small{name and f'-{name}'}"
+        directory.mkdir()
+        settings = {
+            "scale": "small",
+            "steps": None,
+            "arms": [],
+            "seeds": 3,
+            "change": [f"run.log_every={name}"] * bool(name),
+        }
+        record = {"experiment": {"id": "T13"}, "configuration": settings, "studies": []}
+        (directory / "results.json").write_text(json.dumps(record))
+    assert _records(str(tmp_path))["T13"]["configuration"]["change"] == []
 
 
 def test_documents_that_a_seed_draws_are_prepared_for_every_seed(
