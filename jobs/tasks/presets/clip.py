@@ -169,7 +169,7 @@ def small(config: ClipConfig) -> ClipConfig:
         "model.image_size": 48,
         "model.embedding_size": 128,
         "model.text_attention": "eager",
-        # For a frozen base model there is an optimal mean τ, which ρ = 4.5 puts into the papers' band (measured: .0064).
+        # For a frozen base model there is an optimal mean τ, which ρ = 4.5 puts near the papers' band (measured: .0064).
         "temperature.rho": 4.5 if is_frozen else 7.0,
         "temperature.table": SMALL_TABLE if config.temperature.table else "",
         "optimizer.batch_size": 128,
