@@ -275,7 +275,8 @@ def test_verdicts_by_hand() -> None:
     assert judge(above("a", "b", "x"), replicates(a=[3, 4, 5], b=[1, 2]), MEASURES).num_replicates == 2
     # A seed that diverged is not left out of the mean of the others.
     study = Study(title="", arms=(Arm(name="a"),), measures=tuple(MEASURES.values()))
-    for values, mean in (([3, 4, 5], 4.0), ([3, math.nan, 5], None)):
+    columns: list[tuple[list[float], float | None]] = [([3, 4, 5], 4.0), ([3, math.nan, 5], None)]
+    for values, mean in columns:
         found = StudyResult.of(study, replicates(a=values)).estimate(study.arms[0], MEASURES["x"])
         assert (found.mean if found else None) == mean
     # The arm may be worse by up to 1.

@@ -244,9 +244,11 @@ def test_the_summary_has_the_rho_that_its_figures_are_of() -> None:
     begun = {"rho": 3.0, "target_entropy": 4.0, "rivals": {"oracle_tau_mean": 1.0} | dict.fromkeys(ROBUST, 0.5)}
     assert "3.0000 (4.0000 nats)" in summary_table(outcome_of("dro") | begun)
     assert "3.7500 (3.2500 nats)" in summary_table(outcome_of("dro", rho=3.75) | begun)
-    scores = dict.fromkeys((f"{side}_recall@{k}" for side in ("image", "text") for k in (1, 5, 10)), 0.5)
+    scores: dict[str, float] = dict.fromkeys(
+        (f"{side}_recall@{k}" for side in ("image", "text") for k in (1, 5, 10)), 0.5
+    )
     scores |= {"cross_entropy_tau": 1.0, "mean_recall": 0.5}
     outcome = {"loss": "tempnet", "rho": 3.0, "best_rating": None}
-    for last, text in (({}, "ρ = 3"), ({"rho": 3.75}, "ρ = 3.75")):
-        rows = ClipPlan.rows(SimpleNamespace(), outcome | {"validation": scores | last})  # type: ignore[arg-type]
-        assert rows[0] == ("loss", f"tempnet, {text}")
+    for last in (scores, scores | {"rho": 3.75}):
+        rows = ClipPlan.rows(SimpleNamespace(), outcome | {"validation": last})  # type: ignore[arg-type]
+        assert rows[0] == ("loss", f"tempnet, ρ = {last.get('rho', 3.0):g}")
