@@ -79,15 +79,6 @@ def _perplexity(cross_entropy: float) -> str:
     return f"{math.exp(cross_entropy) if cross_entropy < 700 else math.inf:.2f}"  # near τ₀ it may be thousands of nats
 
 
-def _last_rho(outcome: Mapping[str, Any]) -> float:
-    """Return the ρ that the last validation has: with `temperature.target_tau` it is not the one of the beginning."""
-    return float(outcome["validation"].get("rho", outcome["rho"]))
-
-
-def _perplexity(cross_entropy: float) -> str:
-    return f"{math.exp(cross_entropy) if cross_entropy < 700 else math.inf:.2f}"  # near τ₀ it may be thousands of nats
-
-
 def write_report(
     directory: Path, outcome: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast, tracked: TrackedRun | None
 ) -> None:
