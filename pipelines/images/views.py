@@ -107,7 +107,8 @@ def evaluation_view(data: bytes, size: int, *, max_pixels: int = MAX_PIXELS) -> 
     """Return the central square (S, S, 3) of an image that is resized, bicubic and from full size, to a shorter side of S."""
     image = to_rgb(open_image(data, max_pixels))
     shorter = min(image.size)
-    width, height = (max(size, round(side * size / shorter)) for side in image.size)
+    # Rounded down, as by Transformers' image processors, whose configuration an export holds.
+    width, height = (side * size // shorter for side in image.size)
     left, top = (width - size) // 2, (height - size) // 2
     # Only the centre is resized. Resizing the whole image would make a strip one pixel wide `size` times as long.
     x, y = image.width / width, image.height / height

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import ExifTags, Image, ImageOps
 from PIL.PngImagePlugin import PngInfo
+from transformers import CLIPImageProcessorPil
 
 from pipelines.images.decoding import ImageError, ImageProblemKind, check_image, open_image, to_rgb
 from pipelines.images.views import (
@@ -212,14 +213,13 @@ def test_half_of_the_views_are_flipped_and_the_whole_is_what_pillow_resizes_it_t
     assert 70 < sum(is_flipped) < 130
 
 
-@pytest.mark.parametrize("size", [(30, 50), (7, 9), (300, 1)])
-def test_evaluation_takes_the_centre(size: tuple[int, int]) -> None:
+@pytest.mark.parametrize("size", [(30, 50), (7, 9), (300, 1), (61, 35)])
+def test_evaluation_takes_the_centre_that_the_processor_of_an_export_takes(size: tuple[int, int]) -> None:
     image = smooth(*size)
-    scale = 24 / min(size)
-    resized = image.resize((round(size[0] * scale), round(size[1] * scale)), Image.Resampling.BICUBIC)
-    left, top = (resized.width - 24) // 2, (resized.height - 24) // 2
-    expected = np.asarray(resized)[top : top + 24, left : left + 24]
-    assert np.array_equal(evaluation_view(encode(image), 24), expected)
+    edges = {"size": {"shortest_edge": 24}, "crop_size": {"height": 24, "width": 24}}
+    processor = CLIPImageProcessorPil(**edges, do_rescale=False, do_normalize=False)
+    (expected,) = processor(image, return_tensors="np")["pixel_values"]
+    assert np.array_equal(evaluation_view(encode(image), 24), expected.transpose(1, 2, 0))
 
 
 def test_rand_augment_is_a_function_of_the_generator_and_does_nothing_at_magnitude_0() -> None:
