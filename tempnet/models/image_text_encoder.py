@@ -3,8 +3,8 @@
     encoder = ImageTextEncoder.from_pretrained("runs/clip-cc3m-tempnet-small/export")
     similarities = encoder.encode_images(images) @ encoder.encode_texts(["a red circle"]).T
 
-Resizing, cropping and normalisation of images, tokenising, pooling, projection and normalisation of embeddings are
-those of training. Shapes: n samples, d dimensions of an embedding.
+Orientation, resizing, cropping and normalisation of images, tokenising, pooling, projection and normalisation of embeddings
+are those of training. Shapes: n samples, d dimensions of an embedding.
 """
 
 from __future__ import annotations
@@ -52,9 +52,13 @@ class ImageTextEncoder:
     @torch.inference_mode()
     def encode_images(self, images: Sequence[Any], *, batch_size: int = 64) -> Tensor:
         """Return unit vectors (n, d) in float32 on the CPU of images: PIL images, or uint8 arrays (height, width, 3)."""
+        from PIL import Image, ImageOps
 
         def encode(some: list[Any]) -> Tensor:
-            return self.model.encode_pixels(self.processor(some, return_tensors="pt")["pixel_values"].to(self._device))
+            upright = [ImageOps.exif_transpose(one) if isinstance(one, Image.Image) else one for one in some]
+            return self.model.encode_pixels(
+                self.processor(upright, return_tensors="pt")["pixel_values"].to(self._device)
+            )
 
         return self._in_batches(encode, images, batch_size)
 

@@ -5,6 +5,7 @@ Transformers' CLIPModel is the reference.
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -135,6 +136,12 @@ def test_images_are_encoded_as_in_training_and_as_transformers_processor_prepare
     pictures = [Image.fromarray(image) for image in images]
     torch.testing.assert_close(encoder.encode_images(pictures, batch_size=2), expected, rtol=0, atol=1e-5)
     assert encoder.encode_images([]).shape == (0, 6)
+    # As in training, a photo whose camera was turned is turned back.
+    orientation, turned = Image.Exif(), io.BytesIO()
+    orientation[0x0112] = 6  # to be turned clockwise
+    pictures[0].transpose(Image.Transpose.ROTATE_90).save(turned, "PNG", exif=orientation)
+    found = encoder.encode_images([Image.open(turned)])
+    torch.testing.assert_close(found, encoder.encode_images(pictures[:1]))
     # Other sizes are resized and cropped at the centre.
     (image,) = scenes((80, 40))
     middle = Image.fromarray(image).resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BICUBIC, box=(20, 0, 60, 40))
