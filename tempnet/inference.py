@@ -145,7 +145,7 @@ def generate(base: PreTrainedModel, tempnet: TempNet, *, fold: CachedFold | None
     check_call(base, None, options)
     with attach(base, tempnet, fold) as attached:
         processor = attached.processor()
-        options["logits_processor"] = [*options.get("logits_processor", []), processor]
+        options["logits_processor"] = [*(options.get("logits_processor") or []), processor]
         output = base.generate(**options)  # type: ignore[operator]
     sequences = output if isinstance(output, Tensor) else output.sequences
     return Generation(sequences=sequences, temperatures=processor.temperatures)
@@ -248,9 +248,9 @@ def attach(base: PreTrainedModel, tempnet: TempNet, fold: CachedFold | None = No
     replaced = vars(base).get("generate")
 
     def checked(inputs: Tensor | None = None, *others: Any, **options: Any) -> Any:
-        if any(isinstance(one, TemperatureLogitsProcessor) for one in options.get("logits_processor") or []):
-            named = dict(zip(("generation_config", "logits_processor"), others, strict=False))
-            check_call(base, inputs, named | options)
+        named = dict(zip(("generation_config", "logits_processor"), others, strict=False)) | options
+        if any(isinstance(one, TemperatureLogitsProcessor) for one in named.get("logits_processor") or []):
+            check_call(base, inputs, named)
         return own(inputs, *others, **options)
 
     handles = []

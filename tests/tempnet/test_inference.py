@@ -226,8 +226,11 @@ def test_settings_that_do_not_go_with_it_are_refused_however_they_are_given(name
     with pytest.raises(ValueError, match=message):
         generate(base, network, input_ids=tokens, generation_config=GenerationConfig(**{**both, **options}))
     assert not base.get_output_embeddings()._forward_pre_hooks
-    with attach(base, network) as attached, pytest.raises(ValueError, match=message):
-        base.generate(tokens, logits_processor=[attached.processor()], **{**both, **options})
+    with attach(base, network) as attached:
+        with pytest.raises(ValueError, match=message):
+            base.generate(tokens, logits_processor=[attached.processor()], **{**both, **options})
+        with pytest.raises(ValueError, match=message):
+            base.generate(tokens, GenerationConfig(**{**both, **options}), [attached.processor()])
     if name in (
         "beams",
         "lookup",
