@@ -41,7 +41,10 @@ from tempnet.models.towers import load_tower
 from tempnet.softmax.reference import IGNORE_INDEX
 
 # Models that number the positions of tokens from pad_token_id + 1 on.
-_OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet")
+_OFFSET_POSITIONS = (
+    "camembert", "data2vec-text", "ibert", "lilt", "longformer", "luke", "markuplm", "mpnet", "roberta",
+    "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+)  # fmt: skip
 _SETTINGS_FILE = "sentence_bert_config.json"
 _MODULES = (("0", "", "Transformer"), ("1", "1_Pooling", "Pooling"))
 

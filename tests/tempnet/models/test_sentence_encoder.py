@@ -16,7 +16,13 @@ from tempnet import TempNet, TempNetConfig
 from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.contrastive.state import SampleState
 from tempnet.contrastive.unimodal import UnimodalLoss
-from tempnet.models.sentence_encoder import IGNORE_INDEX, SentenceEncoder, TemperatureSentenceEncoder, mean_pooling
+from tempnet.models.sentence_encoder import (
+    IGNORE_INDEX,
+    SentenceEncoder,
+    TemperatureSentenceEncoder,
+    mean_pooling,
+    num_positions,
+)
 from tempnet.models.towers import random_tower
 from tests.tempnet.models.tiny_towers import SIZES, tiny_tokenizer
 
@@ -38,6 +44,16 @@ def test_the_mean_is_over_tokens_and_in_float32() -> None:
     for row, count in ((0, 5), (1, 2)):
         torch.testing.assert_close(found[row], sum(wide[row, token] for token in range(count)) / count)
     assert found[2].tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("kind", ["bert", "data2vec-text", "ibert", "luke", "mpnet", "roberta", "xlm-roberta-xl"])
+def test_an_encoder_reads_as_many_tokens_as_it_has_positions_for(kind: str) -> None:
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config = AutoConfig.for_model(kind, vocab_size=9, max_position_embeddings=20, **sizes)
+    tower, number = AutoModel.from_config(config).eval(), num_positions(config)
+    tower(input_ids=torch.full((1, number), 7))
+    with pytest.raises((IndexError, RuntimeError)):
+        tower(input_ids=torch.full((1, number + 1), 7))
 
 
 def test_what_is_saved_is_read_here_by_transformers_and_by_sentence_transformers(
