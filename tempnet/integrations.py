@@ -21,7 +21,7 @@ from tempnet.contrastive.unimodal import UnimodalLoss
 from tempnet.network import TempNet
 from tempnet.network_config import TempNetConfig
 from tempnet.softmax.config import TemperatureLossConfig
-from tempnet.softmax.reference import IGNORE_INDEX, language_model_loss
+from tempnet.softmax.reference import language_model_loss
 
 
 class TrainerLoss:
@@ -48,11 +48,11 @@ class TrainerLoss:
 
         Args:
             outputs: what the model returned, with `logits` (B, T, V or more).
-            labels: (B, T) labels as Transformers has them: not shifted, IGNORE_INDEX where there is none.
+            labels: (B, T) labels as Transformers has them: not shifted, -100 where there is none.
             num_items_in_batch: divisor of the sum over tokens, from the trainer.
         """
         logits = outputs.logits[:, :-1, : self.tempnet.config.input_size].flatten(0, 1)
-        targets = F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:-1].flatten().to(logits.device)
+        targets = labels[:, 1:].flatten().to(logits.device)
         loss, _ = language_model_loss(logits, targets, self.config, self.tempnet, num_targets=num_items_in_batch)
         return loss
 
@@ -100,7 +100,8 @@ class SentencePairLoss(_PairLoss):
     random: `loss.tempnet.init_prototypes` and `loss.bimodal.image_normaliser.init_prototypes` set them to embeddings.
 
     With several processes all samples are negatives of each other, and the gradients of the loss's own parameters are
-    averaged. In eval mode or without gradients no id is read, nothing is stored, and every sample is on its first visit.
+    averaged. In eval mode or without gradients no id is read, nothing is stored, and every sample is on its first visit, at
+    the configuration's `tau` if samples have their own.
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class SentencePairLoss(_PairLoss):
         if (columns := bimodal.config.state_columns) and self.loss.training:
             ids = _ids(bimodal.config, labels, anchors)
         elif columns:
+            columns |= {"tau": bimodal.config.tau} if "tau" in columns else {}  # no table has one for them
             bimodal.state = SampleState(len(ids) * bimodal.world.size, columns, world=bimodal.world, device=ids.device)
         return self.loss(anchors, positives, ids, gamma=gamma)["loss"]
 
