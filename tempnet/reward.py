@@ -22,8 +22,7 @@ group of texts for the same prompt, Kool et al. 2019, arXiv 2402.14740). The two
     each        mean of R over the texts:                        A_i = R_i − mean_{j≠i} R_j
     distinct    sum over distinct answers of their best R, over G: an answer that comes twice counts once
 
-`tempnet.controllers` finds λ. Shapes: G texts of a group, T tokens of the longest, V vocabulary; a mask (G, T) is 1 for
-tokens of the text and 0 after its end.
+`tempnet.controllers` finds λ. Shapes: G texts of a group, T tokens of the longest, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,6 +32,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from tempnet.dro import at_least_float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ def token_statistics(logits: Tensor, tokens: Tensor, tau: Tensor, reference: flo
 
     `reference` is c > 0, the constant temperature that the divergence is measured from.
     """
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = at_least_float32(logits)
     logits = logits - logits.amax(-1, keepdim=True)  # no probability changes, and βz cannot overflow
     beta = 1.0 / tau.to(logits.dtype)
     tempered = beta.unsqueeze(-1) * logits
@@ -70,18 +71,10 @@ def token_statistics(logits: Tensor, tokens: Tensor, tau: Tensor, reference: flo
 def surrogate_loss(tau: Tensor, statistics: TokenStatistics, advantages: Tensor, kl_weight: float) -> Tensor:
     """Return a scalar whose gradient in τ is that of −Σ (advantage·log p_β(a) − λ·KL); its value means nothing.
 
-    It takes temperatures (...) with a graph, positive also where there is no token, the statistics of the tokens at them, the
-    advantages (...) and λ. Where there is no token, advantage and `kl_slope` are 0 (:func:`mask_statistics`).
+    It takes temperatures (...) with a graph, the statistics of the tokens at them, the advantages (...) and λ.
     """
     slope = kl_weight * statistics.kl_slope - advantages * statistics.score
     return (slope.detach() * (1.0 / tau)).sum()
-
-
-def mask_statistics(statistics: TokenStatistics, mask: Tensor) -> TokenStatistics:
-    """Return statistics (G, T) that are 0 outside of the texts; they may be undefined there before."""
-    zero = torch.zeros((), dtype=statistics.kl.dtype, device=mask.device)
-    values = (torch.where(mask.bool(), one, zero) for one in (statistics.score, statistics.kl, statistics.kl_slope))
-    return TokenStatistics(*values)
 
 
 def leave_one_out(values: Tensor) -> Tensor:

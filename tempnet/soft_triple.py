@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tempnet.contrastive.state import World
+from tempnet.dro import at_least_float32
 from tempnet.softmax.reference import IGNORE_INDEX
 
 _TILE_VALUES = 1 << 22
@@ -110,8 +111,8 @@ class SoftTriple(nn.Module):
                 raise ValueError(f"label {int(wrong[0])} is not in [0, {num_classes})")
         x, y = embeddings.flatten(0, -2)[counted], y[counted]
         with torch.autocast(embeddings.device.type, enabled=False):
-            centers = F.normalize(_wide(self.centers), dim=-1)
-            logits = self.config.scale * self._similarities(F.normalize(_wide(x), dim=-1), centers)
+            centers = F.normalize(at_least_float32(self.centers), dim=-1)
+            logits = self.config.scale * self._similarities(F.normalize(at_least_float32(x), dim=-1), centers)
             is_own = y[:, None] == torch.arange(num_classes, device=y.device)
             logits = logits - self.config.scale * self.config.margin * is_own.to(logits)
             return F.cross_entropy(logits, y, reduction="sum") / max(1, len(y))
@@ -119,7 +120,7 @@ class SoftTriple(nn.Module):
     def regularization(self) -> Tensor:
         """Return weight·R, a scalar; it is 0 if each class has only one centre."""
         with torch.autocast(self.centers.device.type, enabled=False):
-            centers = F.normalize(_wide(self.centers), dim=-1)
+            centers = F.normalize(at_least_float32(self.centers), dim=-1)
             return self.config.regularizer * (
                 center_regularizer(centers) if self.config.num_centers > 1 else centers.new_zeros(())
             )
@@ -150,7 +151,7 @@ def supervised_contrastive_loss(embeddings: Tensor, labels: Tensor, temperature:
     The ranks have equally many embeddings (b, d), which are normalised here and must not be 0, and classes (b,).
     """
     with torch.autocast(embeddings.device.type, enabled=False):
-        x = F.normalize(_wide(embeddings), dim=-1)
+        x = F.normalize(at_least_float32(embeddings), dim=-1)
         y, own, everything = world.gather(labels), world.part(world.size * len(x)), world.gather(x)
         x = torch.cat([everything[: own.start], x, everything[own.stop :]])
         itself = torch.eye(len(x), dtype=torch.bool, device=x.device)
@@ -193,7 +194,3 @@ def _distances(centers: Tensor, start: int, stop: int) -> Tensor:
     # Rounding may make a square slightly negative, so it is clamped. Masked entries are set to 1 before the root, so
     # that they have no infinite slope in the backward pass.
     return torch.where(is_pair, squares.clamp(min=0.0) + _EPSILON, 1.0).sqrt().where(is_pair, 0.0).sum()
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()

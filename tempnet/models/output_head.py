@@ -147,8 +147,3 @@ def save_head(base: PreTrainedModel, head: OutputHead, vocab_size: int, file: Pa
     if bias is not None:
         tensors["bias"] = bias.detach()[:vocab_size].cpu().contiguous()
     save_file(tensors, file, metadata={"head": json.dumps({"scale": head.scale, "soft_cap": head.soft_cap})})
-
-
-def to_bfloat16(values: torch.Tensor) -> Tensor:
-    """Return the bfloat16 numbers whose bits are given as int16, as NumPy and Arrow hold them."""
-    return values.view(torch.bfloat16)

@@ -16,7 +16,6 @@ from tempnet.reward import (
     distinct_advantages,
     distinct_reward,
     leave_one_out,
-    mask_statistics,
     surrogate_loss,
     token_advantages,
     token_statistics,
@@ -122,22 +121,6 @@ def test_the_expected_gradient_is_that_of_the_objective(kind: Any, size: int) ->
     torch.testing.assert_close(
         tree.expected_gradient(size, advantages), torch.autograd.grad(objective, tree.tau)[0], atol=1e-9, rtol=1e-7
     )
-
-
-def test_what_lies_behind_the_end_of_a_text_has_no_part() -> None:
-    logits, tokens, mask = (
-        random(2, 4, 6),
-        torch.zeros(2, 4, dtype=torch.long),
-        torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]),
-    )
-    tau = torch.full((2, 4), 0.6, dtype=torch.float64, requires_grad=True)
-    logits[1, 2:] = torch.nan
-    found = mask_statistics(token_statistics(logits, tokens, tau), mask)
-    advantages = token_advantages(torch.tensor([1.0, -1.0]).double(), found.kl, WEIGHT)
-    (gradient,) = torch.autograd.grad(surrogate_loss(tau, found, advantages, WEIGHT), tau)
-    assert gradient.isfinite().all()
-    assert (gradient[1, 2:] == 0).all()
-    assert (gradient[mask.bool()] != 0).all()
 
 
 @given(st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 3)), min_size=1, max_size=7))

@@ -28,7 +28,6 @@ from tempnet.baselines import compare_sums, find_best_constant
 from tempnet.headroom.gains import DocumentSums
 from tempnet.headroom.profile import NUM_NODES, Profiles, num_nodes_down_to
 from tempnet.models.causal_lm import CausalLMOutput
-from tempnet.models.output_head import to_bfloat16
 from tempnet.softmax.config import TemperatureLossConfig
 from tempnet.statistics import TemperatureStatistics, spearman
 
@@ -80,7 +79,7 @@ def to_tensors(arrays: Batch, device: torch.device) -> dict[str, Any]:
     for name in {*_FIELDS, "hidden"} & arrays.keys():
         tensors[name] = to_device(arrays[name], device)
     if "hidden" in tensors and tensors["hidden"].dtype == torch.int16:
-        tensors["hidden"] = to_bfloat16(tensors["hidden"])
+        tensors["hidden"] = tensors["hidden"].view(torch.bfloat16)  # the bits of which NumPy holds as int16
     return tensors
 
 
