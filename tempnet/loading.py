@@ -13,7 +13,6 @@ as a TempNet of the kind hidden, up to 1e-6 of τ. Their top-p head is not used.
 from __future__ import annotations
 
 import functools
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ from tempnet.base_model import load_base
 from tempnet.devices import DeviceMap, input_device, loading_options
 from tempnet.models.output_head import StoredBase
 from tempnet.network import CONFIG_FILE, HUB_NAME, PAIRED_DIRECTORY, WEIGHTS_FILE, TempNet, download
-from tempnet.network_config import PublishedHead, TempNetConfig
+from tempnet.network_config import PublishedHead, TempNetConfig, read_json
 from tempnet.weights import check_weights
 
 _log = logging.getLogger(__name__)
@@ -85,13 +84,14 @@ def load_tempnet(source: str | Path, *, head: PublishedHead | None = None) -> Te
             if config is not None and weights is not None and _is_ours(config):
                 return TempNet.from_pretrained(weights.parent)
         find = functools.partial(download, str(source))
-    if (config := find(CONFIG_FILE)) and json.loads(config.read_text()).get("model_type") == "autodeco":
-        return _autodeco_tempnet(source, json.loads(config.read_text()), find)
+    if (config := find(CONFIG_FILE)) and (values := read_json(config)).get("model_type") == "autodeco":
+        return _autodeco_tempnet(source, values, find)
     state = _released_state(find)
     if not state:
+        hub = "" if path.is_dir() else ". It is no local directory, and on the hub it may need a login: hf auth login"
         raise FileNotFoundError(
             f"{source} holds no TempNet: neither {CONFIG_FILE} with {WEIGHTS_FILE}, nor {PAIRED_DIRECTORY}/, "
-            "nor a published one"
+            f"nor a published one{hub}"
         )
     return released_tempnet(state, head=head)
 
@@ -237,7 +237,7 @@ def _autodeco_tempnet(source: str | Path, config: dict[str, Any], find: Callable
 
 
 def _is_ours(path: Path) -> bool:
-    return path.is_file() and "input_size" in json.loads(path.read_text())
+    return path.is_file() and "input_size" in read_json(path)
 
 
 def _released_state(
@@ -256,7 +256,7 @@ def _released_state(
             return state
     for name in _WHOLE_INDEXES:
         if (path := find(name)) is not None:
-            where: dict[str, str] = json.loads(path.read_text())["weight_map"]
+            where: dict[str, str] = read_json(path)["weight_map"]
             state = {}
             for shard in sorted({shard for key, shard in where.items() if key.startswith(prefix)}):
                 if (part := find(shard)) is None:

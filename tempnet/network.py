@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tempnet.network_config import TempNetConfig
+from tempnet.network_config import TempNetConfig, read_json
 from tempnet.weights import check_weight_files, check_weights
 
 CONFIG_FILE = "config.json"
@@ -259,7 +259,7 @@ class TempNet(nn.Module):
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if not (directory / name).is_file():
                 raise FileNotFoundError(f"{directory} holds no TempNet: {name} is missing")
-        values = json.loads((directory / CONFIG_FILE).read_text())
+        values = read_json(directory / CONFIG_FILE)
         unknown = sorted(set(values) - {field.name for field in fields(TempNetConfig)})
         if unknown:
             raise ValueError(f"{directory / CONFIG_FILE}: unknown fields {unknown}; was it written by a newer version?")

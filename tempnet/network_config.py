@@ -5,8 +5,10 @@ The formulas that the fields belong to are in the docstring of `tempnet.network`
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from tempnet.rho import check_rho
@@ -197,3 +199,11 @@ class TempNetConfig(TempNetOptions):
     def for_embeddings(cls, dim: int, *, rho: float = 8.0, tau_max: float = 0.05, **changes: Any) -> TempNetConfig:
         """Return the configuration of a TempNet on L2-normalised embeddings (TempNet §6.2: ρ ≈ 8 nats, τ_max = 0.05)."""
         return cls(kind="embeddings", input_size=dim, **{"rho": rho, "tau_max": tau_max, "phi_init": 0.01, **changes})
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds; ValueError, which names the file, if it holds something else."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no JSON object: {error}") from error

@@ -11,6 +11,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -137,6 +138,8 @@ def check_weight(name: str, weight: Tensor, source: str | Path) -> None:
     """Reject a weight that contains NaN, as :func:`check_weights` does."""
     if is_traceable_wrapper_subclass(weight):  # one of torchao, which is held in fewer bits
         weight = weight.dequantize()
+    elif weight.is_floating_point() and weight.itemsize == 1:  # float8, of which PyTorch computes no sums
+        weight = weight.to(torch.bfloat16)
     # A sum is cheaper than a mask as large as the weight. It is NaN if a term is NaN or infinities cancel, so the values
     # are counted only then.
     if not weight.is_meta and bool(weight.detach().sum().isnan()) and (count := int(weight.isnan().sum())):

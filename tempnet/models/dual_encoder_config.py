@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from tempnet.network_config import read_json
+
 _IMAGENET_MEAN = (0.485, 0.456, 0.406)
 _IMAGENET_STD = (0.229, 0.224, 0.225)
 # File in which Transformers stores how an image becomes the pixels of a model.
@@ -70,7 +72,7 @@ class DualEncoderConfig:
     def load(cls, path: Path) -> DualEncoderConfig:
         """Read a file that :meth:`save` wrote; another file, or unknown fields, raise ValueError."""
         values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in _read_json(path).items()
+            name: tuple(value) if isinstance(value, list) else value for name, value in read_json(path).items()
         }
         if unknown := sorted(set(values) - {field.name for field in fields(cls)}):
             raise ValueError(f"{path}: unknown fields {unknown}; was it written by a newer version?")
@@ -85,7 +87,7 @@ class DualEncoderConfig:
         from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
         path = directory / PREPROCESSOR_FILE
-        preprocessor = _read_json(path) if path.is_file() else {}
+        preprocessor = read_json(path) if path.is_file() else {}
         return cls(
             embedding_size=clip.projection_dim,
             image_size=clip.vision_config.image_size,
@@ -93,10 +95,3 @@ class DualEncoderConfig:
             image_std=tuple(preprocessor.get("image_std", OPENAI_CLIP_STD)),
             num_text_tokens=clip.text_config.max_position_embeddings,
         )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text()))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no JSON object: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import pickle
@@ -21,7 +22,7 @@ from tempnet.base_model import BASE_FILE, BaseReference, base_digest, find_base,
 from tempnet.decoders.autodeco import AutoDecoHeads
 from tempnet.loading import load_causal_lm, load_tempnet, released_tempnet
 from tempnet.models.towers import load_tower
-from tempnet.weights import check_weight_files, load_fitting
+from tempnet.weights import check_weight_files, check_weights, load_fitting
 
 # The published networks are for 32 000 tokens; ρ = 10 is only possible above e¹⁰ of them.
 VOCABULARY, WIDTH, PROTOTYPES = 32_000, 6, 5
@@ -210,8 +211,14 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
         load_tempnet(tmp_path / "nothing")
     with pytest.raises(FileNotFoundError, match="holds no TempNet"):
         load_tempnet(tmp_path)
-    with pytest.raises(FileNotFoundError, match="holds no TempNet"):
+    with pytest.raises(FileNotFoundError, match=r"holds no TempNet.* on the hub it may need a login"):
         load_tempnet("nobody/nothing-of-this-name")
+    (tmp_path / "config.json").write_text('{"kind": "logi')
+    for load in (load_tempnet, TempNet.from_pretrained):
+        (tmp_path / "model.safetensors").touch()
+        with pytest.raises(ValueError, match=r"config\.json is no JSON object: Unterminated string"):
+            load(tmp_path)
+    (tmp_path / "config.json").unlink()
     save_file({"lm_head.weight": torch.ones(4, 4)}, tmp_path / "model.safetensors")
     with pytest.raises(FileNotFoundError, match="holds no TempNet"):
         load_tempnet(tmp_path)
@@ -276,6 +283,12 @@ def test_weights_that_hold_nan_are_said_to(model: Path, tmp_path: Path) -> None:
         load_causal_lm(model)
     with pytest.raises(ValueError, match=r"weights of .*damaged hold NaN: 1 of the 4 numbers of pool_weight"):
         load_tempnet(tmp_path / "damaged")
+    layer = torch.nn.Linear(3, 2, bias=False)
+    for value in (1.0, math.nan):  # float8, as some models are published in
+        weight = torch.tensor([[value] * 3, [0.5] * 3]).to(torch.float8_e4m3fn)
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+        with pytest.raises(ValueError, match="hold NaN: 3 of the 6") if math.isnan(value) else contextlib.nullcontext():
+            check_weights(layer, "model")
     with pytest.raises(ValueError, match=r"hold NaN: 6 of the 6 numbers of transform\.0\.bias"):
         released_tempnet(published_state() | {"proj.0.bias": torch.full((WIDTH,), math.nan)})
 
