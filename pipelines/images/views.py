@@ -22,6 +22,8 @@ Box = tuple[float, float, float, float]
 _NUM_CROP_ATTEMPTS = 10
 _MIN_RATIO, _MAX_RATIO = 3 / 4, 4 / 3  # width / height of a crop
 MAX_MAGNITUDE = 10
+VERSION = 2
+"""Increase this whenever an image would be seen otherwise, so that embeddings that are kept are made anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

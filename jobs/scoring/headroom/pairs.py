@@ -55,7 +55,7 @@ from tempnet.headroom.features import Tokens
 from tempnet.headroom.run import HeadroomTest
 from tempnet.models.dual_encoder import load_training_temperature
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 FEATURES = {"scalars": "scalars of the scores", "hidden": "embedding", "both": "both"}
 DIRECTIONS = {"image_to_text": ("image", "caption"), "text_to_image": ("caption", "image")}
 """Name of a direction → what looks for what."""

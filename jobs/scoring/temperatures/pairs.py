@@ -46,7 +46,7 @@ from tempnet.intervals import Interval, spearman_interval
 from tempnet.models.dual_encoder import IMAGE_TEMPNET_DIRECTORY, TEXT_TEMPNET_DIRECTORY, DualEncoder, load_pair_tempnets
 from tempnet.statistics import BOUND_SHARE
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

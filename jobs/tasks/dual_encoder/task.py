@@ -31,6 +31,7 @@ from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.dual_encoder.validation import MAX_PAIRS_COMPARED, HeldOut, RetrievalSet, rivals, score
 from jobs.tasks.images import build_image_tower, cache_for, random_pairs
 from pipelines.features import EmbeddingSource, PairEmbeddings, features_directory
+from pipelines.images import views
 from pipelines.images.manifest import ImageManifest
 from pipelines.images.pairs import PairSource
 from pipelines.local_copy import checked_copy
@@ -308,6 +309,7 @@ def embeddings_of(config: ClipConfig, pairs: ImageManifest, towers: BaseReferenc
         config.run.prepared_directory,
         pairs,
         kind="pairs",
+        views=views.VERSION,
         encoder=towers.digest,
         precision=config.workers.resolved_precision,
         tokenizer=tokenizer_digest(load_tokenizer(config.tokenizer, needs_eos=False)),
