@@ -164,11 +164,12 @@ def make_plan(config: RewardConfig) -> RewardPlan:
 def _hold_out(config: RewardConfig, prompts: list[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
     """Return the prompts to learn from and those that are held out, of which none is learned from."""
     if not config.held_out_prompts:
-        number = int(config.held_out_share * len(prompts))
-        order = list(range(len(prompts)))
-        random.Random(f"{config.seed}/held-out").shuffle(order)
-        chosen = sorted(order[:number] if number > 1 else [])
-        return [prompts[place] for place in sorted({*order} - {*chosen})], [prompts[place] for place in chosen]
+        texts = list(dict.fromkeys(prompt.turns for prompt in prompts))  # one that comes twice is on one side
+        number = int(config.held_out_share * len(texts))
+        random.Random(f"{config.seed}/held-out").shuffle(texts)
+        chosen = set(texts[:number] if number > 1 else [])
+        held_out = [prompt for prompt in prompts if prompt.turns in chosen]
+        return [prompt for prompt in prompts if prompt.turns not in chosen], held_out
     with naming_field("held_out_prompts: "):
         held_out = read_prompts(config.held_out_prompts, config.format, 0)
     known = {prompt.turns for prompt in prompts}

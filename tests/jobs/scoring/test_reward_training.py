@@ -20,10 +20,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from jobs import train_reward
+from jobs.scoring.generation.formats import Prompt
 from jobs.scoring.generation.job import prompt_text
 from jobs.scoring.reward.config import LeashSection, RewardConfig, RewardTemperatureSection
 from jobs.scoring.reward.job import compare_temperatures, export, table, train, verdict, write_card
-from jobs.scoring.reward.plan import CONSTANTS, ROUNDS, RewardPlan, make_plan
+from jobs.scoring.reward.plan import CONSTANTS, ROUNDS, RewardPlan, _hold_out, make_plan
 from jobs.scoring.reward.rollouts import Answer, Order, RolloutWorker, work_here
 from jobs.scoring.reward.trainer import RewardTrainer
 from jobs.scoring.units import NoRewardError
@@ -380,6 +381,15 @@ def test_the_best_constant_is_that_of_the_last_round(measured: SimpleNamespace) 
     best = measured.trainer.best_constant
     assert best == max(left, key=mean)
     assert mean(best) == pytest.approx(measured.trainer.constants[best]["reward"])
+
+
+def test_a_prompt_that_comes_twice_is_not_both_held_out_and_learned_from() -> None:
+    config = RewardConfig(model="m", prompts="p", verifier=VerifierSection(name="exact"), held_out_share=0.4)
+    prompts = [Prompt(id=number, turns=(f"question {number % 5}",)) for number in range(20)]
+    learned, held_out = _hold_out(config, prompts)
+    assert len({prompt.turns for prompt in held_out}) == 2
+    assert not {prompt.turns for prompt in learned} & {prompt.turns for prompt in held_out}
+    assert sorted(prompt.id for prompt in (*learned, *held_out)) == list(range(20))
 
 
 def test_a_share_of_the_prompts_is_held_out_where_no_file_is(model: Path, code: Path, tmp_path: Path) -> None:
