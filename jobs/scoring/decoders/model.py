@@ -25,7 +25,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import TopPLogitsWarper
 
 from jobs.scoring.analyses.config import Decoders
-from jobs.scoring.generation.sampling import draw
+from jobs.scoring.generation.formats import FORMATS
+from jobs.scoring.generation.sampling import StopStrings, draw
 from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.base_model import load_base
@@ -50,7 +51,7 @@ class MeasuredText(NamedTuple):
     """The tokens of documents, document after document."""
 
     hidden: Tensor
-    """Hidden state that each token is predicted from: (N, d), float32."""
+    """Hidden state that each token is predicted from, as TempNets read it: (N, d), float32."""
     targets: Tensor
     documents: Tensor
     """Number of each token's document, ascending: (N,)."""
@@ -62,7 +63,7 @@ class MeasuredText(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class SampledText:
     tokens: list[int]
-    """Its tokens, without the token that ends it."""
+    """Its tokens, without an end-of-text token; the last one may hold a string that ends the text."""
     num_drawn: int
     """Number of tokens drawn, with the one that ends it."""
     log_probability: float
@@ -85,12 +86,13 @@ class FrozenModel:
                 "learned decoders read that state"
             )
         self._head, self.vocab_size, self._bos_id = head, vocab_size, bos_id
-        self._ends = set(end_ids(base, load_tokenizer(config.model, needs_eos=False)))
+        self._tokenizer, self._stop = load_tokenizer(config.model, needs_eos=False), FORMATS[config.format].stop
+        self._ends = set(end_ids(base, self._tokenizer))
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits (…, V) in float32 of hidden states (…, d)."""
-        return self._head.logits(self.base, hidden.to(self.device), self.vocab_size).float()
+        """Return logits (…, V) in float32 of hidden states (…, d), as TempNets read them."""
+        return self._head.logits(self.base, hidden.to(self.device) / self._head.scale, self.vocab_size).float()
 
     @torch.no_grad()
     def measure(self, documents: Sequence[Sequence[int]], batch_size: int) -> MeasuredText:
@@ -101,7 +103,8 @@ class FrozenModel:
             # Padding is on the right, so that a causal model never attends to it.
             ids = pad_sequence([torch.tensor([self._bos_id, *tokens[:-1]]) for tokens in batch], batch_first=True)
             hidden = self.base.base_model(input_ids=ids.to(self.device), use_cache=False)[0]
-            found += [state[: len(tokens)].float().cpu() for state, tokens in zip(hidden, batch, strict=True)]
+            states = self._head.scaled(hidden.float()).cpu()
+            found += [state[: len(tokens)] for state, tokens in zip(states, batch, strict=True)]
         lengths = torch.tensor([len(tokens) for tokens in documents])
         return MeasuredText(
             torch.cat(found),
@@ -143,10 +146,11 @@ class FrozenModel:
         self, rule: Rule, ids: Tensor, streams: list[random.Random], state: Tensor | None, num_tokens: int
     ) -> list[SampledText]:
         drawn, scores, cache = list[Tensor](), list[Tensor](), None
+        stop = StopStrings(self._tokenizer, self._stop, len(ids), 0) if self._stop else None
         ended = torch.zeros(len(ids), dtype=torch.bool)
         for _ in range(num_tokens):
             output = self.base.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
-            cache, hidden = output.past_key_values, output[0][:, -1]
+            cache, hidden = output.past_key_values, self._head.scaled(output[0][:, -1].float())
             logits = self.logits(hidden)
             log_q = rule.log_probabilities(logits, hidden, state)
             tokens = draw(log_q.double().exp(), [stream.random() for stream in streams])
@@ -155,15 +159,18 @@ class FrozenModel:
             state = rule.advance(state, log_q, tokens)
             ids = tokens.unsqueeze(-1)
             ended |= torch.tensor([token in self._ends for token in drawn[-1].tolist()])
+            if stop is not None:
+                ended |= stop(torch.stack(drawn, dim=-1), None)
             if bool(ended.all()):
                 break
-        values = torch.stack(scores, dim=-1)
-        return [self._finish(tokens, values[row]) for row, tokens in enumerate(torch.stack(drawn, dim=-1).tolist())]
+        stopped: Sequence[int | None] = [None] * len(ids) if stop is None else stop.ends
+        rows = zip(torch.stack(drawn, dim=-1).tolist(), torch.stack(scores, dim=-1), stopped, strict=True)
+        return [self._finish(*row) for row in rows]
 
-    def _finish(self, tokens: list[int], scores: Tensor) -> SampledText:
+    def _finish(self, tokens: list[int], scores: Tensor, stopped: int | None) -> SampledText:
         end = next((place for place, token in enumerate(tokens) if token in self._ends), len(tokens))
-        num_drawn = min(end + 1, len(tokens))
-        return SampledText(tokens[:end], num_drawn, scores[:num_drawn].double().sum().item())
+        num_drawn = min(end + 1, stopped or len(tokens))
+        return SampledText(tokens[: min(end, num_drawn)], num_drawn, scores[:num_drawn].double().sum().item())
 
 
 def _equal_lengths(prompts: Sequence[Sequence[int]], batch_size: int) -> Iterator[list[int]]:

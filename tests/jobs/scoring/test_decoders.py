@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -28,9 +29,11 @@ from jobs.scoring.decoders.bench import (
 )
 from jobs.scoring.decoders.job import conclusion, figures, make_verifier, plot, resolve_settings, table
 from jobs.scoring.decoders.model import AUTODECO, PROPER, ROBUST, FrozenModel, MeasuredText, SampledText
-from jobs.scoring.generation.formats import Prompt
+from jobs.scoring.generation.formats import FORMATS, Prompt
+from pipelines.text.tokenization import load_tokenizer
 from tempnet.decoders.rules import ConstantTemperature, Mirostat, Shuffled, Warped, temper
-from tests.jobs.scoring.generation_support import VOCABULARY
+from tempnet.inference import record_hidden_states
+from tests.jobs.scoring.generation_support import VOCABULARY, make_model
 
 TOP_P = Warped("top-p 0.7", TopPLogitsWarper(0.7))
 LEARNED = (ROBUST, PROPER, AUTODECO, "TempNet of the model")
@@ -114,6 +117,52 @@ def test_samples_are_those_of_a_loop_without_a_cache_and_do_not_depend_on_the_ba
         score += temper(row, 1.0)[token].item()
         ids.append(token)
     assert text.log_probability == pytest.approx(score, abs=1e-3) or text.num_drawn > len(text.tokens)
+
+
+def test_tempnets_read_the_hidden_states_that_they_were_trained_on(tmp_path: Path, text: Path) -> None:
+    """A model that scales its logits gives TempNets scaled hidden states everywhere."""
+    place = make_model(tmp_path / "granite", "granite", 64, tempnet=False)
+    values = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(values | {"logits_scaling": 8.0}))
+    model, ids = FrozenModel(config(place, text), vocab_size=VOCABULARY, bos_id=0), (5, 7, 9, 30)
+    with torch.no_grad(), record_hidden_states(model.base) as seen:
+        logits = model.base(input_ids=torch.tensor([[0, *ids[:-1]]])).logits[0, :, :VOCABULARY]
+    measured = model.measure([ids], 1)
+    torch.testing.assert_close(measured.hidden, seen[0][0])
+    torch.testing.assert_close(model.logits(measured.hidden), logits, atol=1e-4, rtol=1e-4)
+    rule = Seen()
+    model.sample(rule, [(0, *ids[:-1])], num_samples=1, num_tokens=1, seed=0, batch_size=1)
+    torch.testing.assert_close(rule.seen[0], seen[0][0, -1:])
+
+
+class Seen(ConstantTemperature):
+    """A rule that remembers the hidden states that it is given."""
+
+    seen: ClassVar[list[torch.Tensor]] = []
+
+    def temperatures(self, logits: torch.Tensor, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        assert hidden is not None
+        self.seen.append(hidden)
+        return torch.ones(len(logits))
+
+
+def test_texts_end_where_those_of_generation_end(
+    settings: BenchSettings, gpt2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the cost of a text nor its figures count what a model writes after the format's stop strings."""
+    rule, options = ConstantTemperature(1.5), {"num_samples": 6, "num_tokens": 12, "seed": 4, "batch_size": 4}
+    plain = model_of(settings).sample(rule, settings.prompts, **options)
+    monkeypatch.setitem(FORMATS, "text", replace(FORMATS["text"], stop=("e", "t ")))
+    stopped, tokenizer = model_of(settings).sample(rule, settings.prompts, **options), load_tokenizer(str(gpt2))
+    num_shorter = 0
+    for whole, text in zip(itertools.chain(*plain), itertools.chain(*stopped), strict=True):
+        written = [tokenizer.decode(whole.tokens[:number]) for number in range(len(whole.tokens) + 1)]
+        end = next((number for number, part in enumerate(written) if "e" in part or "t " in part), None)
+        assert text.tokens == whole.tokens[:end]
+        assert text.num_drawn == (whole.num_drawn if end is None else end)
+        assert (text.log_probability == pytest.approx(whole.log_probability)) == (text.num_drawn == whole.num_drawn)
+        num_shorter += text.num_drawn < whole.num_drawn
+    assert num_shorter > 5
 
 
 def test_every_decoder_has_its_place_and_every_learned_one_its_controls(comparison: Comparison) -> None:
