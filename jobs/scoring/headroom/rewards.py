@@ -195,10 +195,15 @@ def cross_fitted(rewards: Rewards, names: Sequence[str]) -> tuple[dict[int, floa
 
 
 def per_prompt(rewards: Rewards, names: Sequence[str]) -> dict[int, float]:
-    """Return the reward of every prompt at the constant that is best for the other half of its own texts."""
+    """Return the reward of every prompt at the constant that is best for the other half of its own texts.
+
+    Of constants that are equally good for them, it is the one that is best for those halves of all prompts.
+    """
     halves: list[dict[int, float]] = []
     for half in (0, 1):
-        best = {place: max(names, key=lambda name: rewards[name][1 - half][place]) for place in rewards[names[0]][half]}
+        others = {name: rewards[name][1 - half] for name in names}
+        ranked = sorted(names, key=lambda name: -sum(others[name].values()))
+        best = {place: max(ranked, key=lambda name: others[name][place]) for place in rewards[names[0]][half]}
         halves.append({place: rewards[name][half][place] for place, name in best.items()})
     return _whole(halves)
 

@@ -68,6 +68,20 @@ def test_prompts_that_want_different_constants_are_worth_one_each() -> None:
     assert values["verdict"] == "worth it"
 
 
+def test_prompts_whose_texts_tell_no_constants_apart_get_the_one_that_is_best_for_all() -> None:
+    """Most prompts are too hard for any text to be right; τ = 1, the first that is tried, is no choice for them."""
+    rng = np.random.default_rng(0)
+    shares = {"1": 0.0, "0.5": 0.1, "0.2": 0.05}
+    rewards = {
+        name: [dict(enumerate((rng.binomial(8, share, 1000) / 8).tolist())) for _ in (0, 1)]
+        for name, share in shares.items()
+    }
+    gain = conclude(rewards, FACTS, least_gain=0.01)["rows"]["prompt"]["gain"]
+    # A prompt with a right text at .2 and none at .5 is the only one that gets the worse one.
+    worse = (1 - 0.95**8) * 0.9**8
+    assert -0.05 * 3 * worse < gain["mean"] < 0.0
+
+
 def test_temperatures_are_compared_on_the_prompts_that_all_of_them_have() -> None:
     rewards = rewards_of({name: np.random.default_rng(place).uniform(size=12) for place, name in enumerate(NAMES)})
     del rewards["0.5"][1][3]
