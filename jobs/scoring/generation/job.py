@@ -43,7 +43,7 @@ _SECONDS_BETWEEN_UPLOADS = 30.0
 
 
 class RecordFile:
-    """The records of texts that were generated with one group of settings; only whole lines are added.
+    """The records of texts that were generated with one group of settings; only whole lines are added, except by `grade`.
 
     `<file>.settings.json` beside the file holds the settings whose hash is stored in every record. Lines are appended
     to a local file. Nothing can be appended to an object at a URI, so it is written anew, at most every 30 seconds, and
@@ -86,12 +86,20 @@ class RecordFile:
             )
         self.records[key] = record
 
+    def grade(self, grades: Mapping[Key, Mapping[str, Any]]) -> None:
+        """Give records that are known the grades that they have now; the file is written anew if one is another."""
+        graded = {key: self.records[key] | dict(grade) for key, grade in grades.items()}
+        if any(self.records[key] != record for key, record in graded.items()):
+            self.records |= graded
+            self._content = bytearray(b"".join(map(_line, self.records.values())))
+            self._write()
+
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
         lines = bytearray()
         for record in records:
             record = {**record, "settings": self.settings}
             self.records[record["id"], record["sample"], record["turn"]] = record
-            lines += (json.dumps(record, ensure_ascii=False) + "\n").encode()
+            lines += _line(record)
         if self._is_local:
             with Path(self.path).open("ab") as file:
                 file.write(lines)
@@ -103,8 +111,15 @@ class RecordFile:
     def save(self) -> None:
         """Write what the object at a URI does not hold yet; a local file holds everything."""
         if not self._is_local and len(self._content) > self._num_saved:
-            write_bytes(self.path, bytes(self._content))
-            self._num_saved, self._saved_at = len(self._content), time.monotonic()
+            self._write()
+
+    def _write(self) -> None:
+        write_bytes(self.path, bytes(self._content))
+        self._num_saved, self._saved_at = len(self._content), time.monotonic()
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return (json.dumps(record, ensure_ascii=False) + "\n").encode()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -256,7 +271,7 @@ def _requests(
     outcome: Outcome, turn: int, config: GenerateConfig, tokenizer: PreTrainedTokenizerFast, chat: bool
 ) -> list[Request]:
     """Returns the requests of one turn that are still missing; texts whose prompt is too long are recorded as lost."""
-    records, requests = outcome.file.records, []
+    records, requests, grades = outcome.file.records, [], {}
     for prompt in outcome.prompts:
         for sample in range(config.num_samples if turn < len(prompt.turns) else 0):
             key = (prompt.id, sample, turn)
@@ -270,11 +285,12 @@ def _requests(
                 if records[key]["prompt"] != text:
                     raise ValueError(f"{outcome.file.path}: the text of id {prompt.id!r} belongs to another prompt")
                 # The file of prompts may have other answers now.
-                records[key] |= FORMATS[config.format].grade(prompt, records[key]["text"])
+                grades[key] = FORMATS[config.format].grade(prompt, records[key]["text"])
             elif outcome.room is not None and len(ids) > outcome.room:
                 outcome.lost.append(key)
             else:
                 requests.append(Request(key=key, prompt=text, ids=ids))
+    outcome.file.grade(grades)
     return requests
 
 

@@ -260,6 +260,8 @@ def test_gsm8k_is_scored_by_majorities(llama: Path, tmp_path: Path, capsys: pyte
     (tmp_path / "q.jsonl").write_text("".join(f"{json.dumps(line | {'answer': '#### 3'})}\n" for line in lines))
     generate(llama, tmp_path / "q.jsonl", output, "--format", "gsm8k", "--num-samples", "4", "--chat", "off")
     assert "maj@1: 100.00% of 2 questions" in capsys.readouterr().out
+    now = {"text": "The answer is 3.", "answer": "3", "gold": "3", "is_correct": True}
+    assert read(output) == [record | now for record in records]
 
 
 @pytest.mark.parametrize(
