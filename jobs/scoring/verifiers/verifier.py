@@ -126,20 +126,24 @@ class Gsm8k(Verifier):
     """1 for a text whose number is that of the reference solution, in canonical form, else 0.
 
     The number of a text is the one after its last `####`, else that of `jobs.scoring.generation.gsm8k.extract_answer`. The
-    reference is `gold`, as the format gsm8k reads it, or a solution `answer` that ends in `####` and a number.
+    reference is the number `gold`, or a solution `answer` that ends in `####` and a number.
     """
 
     def check(self, fields: Mapping[str, Any]) -> None:
-        if "gold" not in fields:
-            if not isinstance(fields.get("answer"), str):
-                raise ValueError("verifier.name = gsm8k compares with a solution `answer`, which is missing")
-            gold_answer(fields["answer"])
+        if "gold" not in fields and not isinstance(fields.get("answer"), str):
+            raise ValueError("verifier.name = gsm8k compares with a solution `answer`, which is missing")
+        self._gold(fields)
 
     def judge(self, sample: Sample) -> float:
-        fields = sample.fields
-        gold = fields["gold"] if "gold" in fields else gold_answer(fields["answer"])
         marked = _AFTER_MARK.findall(sample.text)
-        return float(extract_answer(marked[-1] if marked else sample.text) == gold)
+        return float(extract_answer(marked[-1] if marked else sample.text) == self._gold(sample.fields))
+
+    def _gold(self, fields: Mapping[str, Any]) -> str:
+        if "gold" not in fields:
+            return gold_answer(fields["answer"])
+        if (gold := extract_answer(str(fields["gold"]))) is None:
+            raise ValueError(f"verifier.name = gsm8k compares with a number `gold`, and it is {fields['gold']!r:.100}")
+        return gold
 
 
 @dataclass(slots=True)

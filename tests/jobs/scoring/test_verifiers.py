@@ -83,7 +83,10 @@ def test_gsm8k_takes_the_number_after_the_mark_or_the_announced_one() -> None:
     texts = ["so it is 7.\n#### 1,450", "The answer is $1450.00. Or 3", "#### 1450\n#### 9", "no number"]
     for fields in ({"answer": "a long way\n#### 1,450"}, {"gold": "1450"}):
         assert judge("gsm8k", *texts, **fields).rewards == [1.0, 0.0, 0.0, 0.0]
-    assert judge("gsm8k", "The answer is $1450.00.", gold="1450").rewards == [1.0]
+    for gold in ("1450", "1,450", 1450, 1450.0):
+        assert judge("gsm8k", "The answer is $1450.00.", gold=gold).rewards == [1.0]
+    with pytest.raises(ValueError, match="a number `gold`, and it is None"):
+        judge("gsm8k", gold=None)
 
 
 def test_a_function_that_fails_costs_its_samples_only(functions: str) -> None:
