@@ -68,6 +68,8 @@ class TemperedLM(HFLM):
             prefix_token_id=document_start_id(tokenizer),
         )
         base.generation_config.eos_token_id = end_ids(base, tokenizer)
+        num_logits = base.get_output_embeddings().weight.shape[0]
+        base.generation_config.suppress_tokens = [*range(vocab_size or num_logits, num_logits)] or None
         self._device = input_device(base)  # the harness asks for that of the weights, which may be offloaded
         self._temperature = temperature
         self._function = temperature.function(network)

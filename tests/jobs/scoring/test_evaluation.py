@@ -217,7 +217,6 @@ def test_sampling_in_the_harness_draws_at_the_temperature_of_the_column(
             # τ comes from the model's own logits, before the repetition penalty changes them.
             tau = brute.tau(logits[: len(brute.tokenizer)], name)
             logits[expected] = torch.where(logits < 0, logits * penalty, logits / penalty)[expected]
-            if name.startswith("tempnet"):  # Only TempNets hide the padding from generate().
-                logits[len(brute.tokenizer) :] = -torch.inf
+            logits[len(brute.tokenizer) :] = -torch.inf
             expected.append(int(torch.multinomial(torch.softmax(logits / tau, -1), 1)))
         assert drawn[0].tolist() == expected
