@@ -69,23 +69,21 @@ def run_evaluation(
     from jobs.engine.launch import check_writable
     from jobs.scoring.results import Results
     from jobs.scoring.units import ScoringFailedError
-    from pipelines.problems import TooManyProblemsError
 
     disable_progress_bar()
     set_verbosity_error()
     evaluate: Callable[[Config], Results] = import_module(launch).evaluate
     results = f"\n\n  results   {config.run.directory}/results.md and results.json"
-    try:
-        check_writable("storage", config.run.directory)
-        check_machine()
-        table = evaluate(config).table
-    except ScoringFailedError as error:
-        print(f"\n{error.table}{results}")
-        for line in str(error).splitlines():
-            print(f"  FAILED    {line}")
-        print("\nThe same command, started again, runs only what failed.")
-        return FAILED
-    except (ValueError, OSError, TooManyProblemsError) as error:
-        fail(str(error))
+    with ending_in_one_line():
+        try:
+            check_writable("storage", config.run.directory)
+            check_machine()
+            table = evaluate(config).table
+        except ScoringFailedError as error:
+            print(f"\n{error.table}{results}")
+            for line in str(error).splitlines():
+                print(f"  FAILED    {line}")
+            print("\nThe same command, started again, runs only what failed.")
+            return FAILED
     print(f"\n{table}{results}")
     return 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from jobs.scoring.config import check_least
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rho:
@@ -71,7 +73,7 @@ class TauMax:
     tolerance: float = 0.01
     """Standard error of the mean at which the search stops."""
     max_rounds: int = 20
-    """Maximum number of rounds, each of which generates a text for every prompt."""
+    """Maximum number of rounds, at least 2, each of which generates a text for every prompt."""
     batch_size: int = 8
     """Number of prompts to generate from at the same time."""
     seed: int = 0
@@ -83,6 +85,8 @@ class TauMax:
     """Print the result without saving it with the TempNet."""
 
     def __post_init__(self) -> None:
-        for name in ("num_prompts", "num_new_tokens", "max_rounds", "batch_size", "tolerance", "mean_tau"):
+        # What the first round finds is not pooled, so it ends no search.
+        check_least(self, num_prompts=1, num_new_tokens=1, max_rounds=2, batch_size=1)
+        for name in ("tolerance", "mean_tau"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} = {getattr(self, name)} must be positive")

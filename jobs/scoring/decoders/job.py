@@ -100,7 +100,7 @@ def resolve_settings(
         bos_id=document_start_id(tokenizer),
         documents=tuple(documents),
         prompts=tuple(ids),
-        tempnets=find_tempnets(config, len(tokenizer)),
+        tempnets=find_tempnets(config, len(tokenizer), model.hidden_size),
     )
     return settings, prompts, tokenizer, warn_of_known_text(config.model, config.text, archives, field="text")
 
@@ -158,7 +158,7 @@ def read_prompt_ids(
     return [prompts[place] for place in fitting], [ids[place] for place in fitting]
 
 
-def find_tempnets(config: Decoders, vocab_size: int) -> dict[str, str]:
+def find_tempnets(config: Decoders, vocab_size: int, state_size: int) -> dict[str, str]:
     """Return the places of the given TempNets by name, or that of the one beside the model if there is one."""
     places = [absolute_path(place) for place in config.tempnets]
     names = [f"TempNet {label}" for label in model_labels(places)] if places else []
@@ -176,6 +176,11 @@ def find_tempnets(config: Decoders, vocab_size: int) -> dict[str, str]:
             raise ValueError(
                 f"{place}: the TempNet was built for {network.config.input_size} {network.config.kind}, and the tokenizer of "
                 f"{config.model} has {vocab_size} tokens"
+            )
+        if network.config.reads_state and network.config.state_size != state_size:
+            raise ValueError(
+                f"{place}: the TempNet reads hidden states of {network.config.state_size} numbers, those of {config.model} "
+                f"have {state_size}"
             )
         found[name] = place
     return found

@@ -9,6 +9,7 @@ from jobs.engine.config import RunSection, TrackingSection
 from jobs.engine.fields import FREE_TO_CHANGE, PATH, check_not_negative, check_positive, values_of
 from jobs.scoring.config import PoolSection, check_least, check_share
 from jobs.scoring.verifiers.verifier import VerifierSection
+from tempnet.controllers import KLController
 from tempnet.network_config import TempNetConfig, TempNetOptions
 
 
@@ -67,7 +68,11 @@ class LeashSection:
         if self.target_kl is not None:
             check_positive("leash", self, "target_kl")
         check_not_negative("leash", self, "gain", "reset_steps")
-        check_positive("leash", self, "allowance", "weight")
+        check_positive("leash", self, "allowance")
+        try:
+            KLController(self.weight, target=1.0)
+        except ValueError as error:
+            raise ValueError(f"leash.{error}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

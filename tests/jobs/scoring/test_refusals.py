@@ -52,6 +52,7 @@ DEFAULTS = {
     "predict_temperatures": "--model tiny --text a.txt",
     "predict_temperatures --images": "--images pairs --model dual --output out",
     "calibrate headroom": "--model tiny --text texts.jsonl --output out",
+    "calibrate tau-max": "--model gpt2 --prompts p.jsonl",
     "calibrate headroom --images": "--images pairs --model dual --output out",
     "analyse decoders": "--model gpt2 --text texts.jsonl --output out --prompt-tokens 5",
     "analyse tau-max": "--models m --wikitext a.txt --output out",
@@ -90,6 +91,7 @@ REFUSED = {
         "--learning-rate 0": "learning_rate = 0 must be positive",
         "--leash.target-kl -1": "leash.target_kl = -1.0 must be positive",
         "--leash.allowance 0": "leash.allowance = 0.0 must be positive",
+        "--leash.weight 1e-5": "leash.weight = 1e-05 must lie in [0.0001, 10000]",
         "--verifier.name no_such_module:check": "verifier.name = no_such_module:check: ModuleNotFoundError",
         "--temperature.tau-min 3": "0 < tau_min < tau_max does not hold",
         "--temperature.path gpt2": "holds a TempNet with",
@@ -154,7 +156,12 @@ REFUSED = {
         "--format gsm8k": "format = gsm8k needs prompts",
         "--max-documents 3": "has 3 documents of 2 tokens and more, and two halves need 4",
         "--max-new-tokens 8 --tempnets missing": "missing",
+        "--max-new-tokens 8 --tempnets states": "states: the TempNet reads hidden states of 33 numbers, those of",
         "--max-new-tokens 60": "prompts fit into the context",
+    },
+    "calibrate tau-max": {
+        "--max-rounds 1": "max_rounds = 1 must be at least 2",
+        "--tolerance 0": "tolerance = 0.0 must be positive",
     },
     "analyse tau-max": {
         "--tau-max 1": "tau_max = 1 must be at least two rising positive numbers",
@@ -252,6 +259,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     TempNet(TempNetConfig.for_logits(VOCABULARY + 1, rho=2.0, hidden_size=4, num_prototypes=4)).save_pretrained(
         place / "big"
     )
+    states = TempNetConfig.for_hidden(VOCABULARY, 33, with_logits=False, rho=2.0, hidden_size=4, num_prototypes=4)
+    TempNet(states).save_pretrained(place / "states")
     for name in ("t5", "adapter", "awq"):
         shutil.copytree(place / "gpt2", place / name)
     T5Config().save_pretrained(place / "t5")
