@@ -62,7 +62,7 @@ def list_sources(uri: str) -> list[Archive]:
 class TextSettings:
     """How a text is read for a model. Local paths are absolute, because a worker has its own working directory."""
 
-    format_version: ClassVar[int] = 1
+    format_version: ClassVar[int] = 2
     """Increased whenever the same settings would make other tables."""
     source: str
     model: str
