@@ -51,6 +51,9 @@ def load_tokenizer(name_or_path: str, *, needs_eos: bool = True) -> PreTrainedTo
         # If the tokenizer's files are missing, Transformers creates an empty tokenizer from the model's configuration.
         if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
             raise ValueError("its vocabulary is empty")
+        # A tokenizer.json may say how its last user cut and padded texts, which is not what its next one wants.
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
     except Exception as error:  # Transformers and tokenizers raise exceptions of many types.
         reason = str(error).strip().splitlines()[0]
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from functools import cache
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pipelines.text.tokenization import token_pieces, train_bpe, train_wordpiece
+from pipelines.text.tokenization import load_tokenizer, token_pieces, tokenizer_digest, train_bpe, train_wordpiece
 
 KINDS = ["byte BPE", "SentencePiece BPE", "Unigram", "WordPiece"]
 CORPUS = ["Once upon a time there was a small girl. “Don't,” she said – ρ is 3 €."] * 3
@@ -88,3 +89,16 @@ def test_a_character_of_several_tokens_is_whole_and_last() -> None:
     assert rejoined(tokenizer_of("byte BPE"), [200, 201]) == tokenizer_of("byte BPE").decode([200, 201])
     wordpiece = tokenizer_of("WordPiece")
     assert token_pieces(wordpiece, wordpiece.encode("it said", add_special_tokens=False)) == ["i", "t", " said"]
+
+
+def test_texts_are_whole_although_the_tokenizer_was_saved_to_cut_and_pad_them(tmp_path: Path) -> None:
+    tokenizer = train_wordpiece(CORPUS, 200)
+    tokenizer.save_pretrained(tmp_path / "whole")
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    tokenizer.backend_tokenizer.enable_padding(length=6)
+    tokenizer.save_pretrained(tmp_path / "cutting")
+    whole, cutting = (load_tokenizer(str(tmp_path / name), needs_eos=False) for name in ("whole", "cutting"))
+    encodings = cutting.backend_tokenizer.encode_batch_fast(["a girl was there", "a"], add_special_tokens=False)
+    expected = whole(["a girl was there", "a"], add_special_tokens=False)["input_ids"]
+    assert [encoding.ids for encoding in encodings] == expected
+    assert tokenizer_digest(cutting) == tokenizer_digest(whole)
