@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 import ray
 from ray.actor import ActorHandle
 
+from pipelines.archives import describe_not_read
 from pipelines.plan import StreamPlan
 from pipelines.prepare import read_records
 from pipelines.problems import TooManyProblemsError, check_problems
@@ -55,12 +56,15 @@ class GrowingManifest:
     """The `PartPreparer` of the run."""
     digest: str
     """Hash of what the data are prepared from (`archives_digest`); the hash of the rows is not known yet."""
+    not_read: list[str]
+    """Names of the files of the source that are not read."""
     check_num_rows: Callable[[int], None] | None = None
     """Function that refuses a number of all rows by an error; it is called once the number is known."""
 
     def describe(self) -> str:
         """Describe in one line, for a human reader, that the data are being prepared."""
-        return f"{len(self.part_names)} parts are prepared while training runs, in {self.directory}"
+        parts = f"{len(self.part_names)} parts are prepared while training runs, in {self.directory}"
+        return parts + describe_not_read(self.not_read)
 
     def plan(self, *, seed: int, window_size: int) -> GrowingPlan:
         """Return the order of the items, which is that of the complete data."""
@@ -185,7 +189,7 @@ def load_or_grow(
     Ray must be running. The preparing actor ends with the job that calls this. `check_num_rows` refuses a number of all
     rows by an error: here if all parts are there already, otherwise in each process that has asked for all of them.
     """
-    task, _ = locate_text(config, layout, root)
+    task, not_read = locate_text(config, layout, root)
     try:
         manifest = Manifest.load(task.directory)
     except FileNotFoundError:
@@ -197,11 +201,13 @@ def load_or_grow(
             part_names=tuple(part.name for part in task.parts),
             preparer=preparer,
             digest=archives_digest(task.layout, task.archives),
+            not_read=not_read,
             check_num_rows=check_num_rows,
         )
+    check_problems(task.source, manifest.archives, settings.max_bad_share, field=settings.max_bad_share_field)
     if check_num_rows is not None:
         check_num_rows(manifest.num_rows)
-    return manifest
+    return replace(manifest, not_read=not_read)
 
 
 # ---- the actor -------------------------------------------------------------------------------------------------------

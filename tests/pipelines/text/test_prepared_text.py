@@ -20,6 +20,7 @@ from pipelines.problems import TooManyProblemsError
 from pipelines.stream import Batch, RankStream
 from pipelines.text import prepare as text_preparation
 from pipelines.text.blocks import BlockSource, read_range
+from pipelines.text.growing import GrowingManifest, GrowingSettings, load_or_grow
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import DocumentConfig, PackingConfig
 from pipelines.text.prepare import PrepareConfig, locate_text, prepare_text
@@ -187,6 +188,23 @@ def test_data_without_any_document_is_refused(corpus: Path, tmp_path: Path) -> N
     write_jsonl_zst(tmp_path / "data" / "a.jsonl.zst", [])
     with pytest.raises(TooManyProblemsError, match="holds no readable document"):
         prepare(tmp_path / "data", corpus, tmp_path / "prepared", max_bad_share=1.0)
+
+
+def test_text_that_is_complete_is_judged_by_its_lost_records_before_it_is_streamed(
+    corpus: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.jsonl").write_text('"abc def"\n"  "\n')
+    (tmp_path / "data" / "b.csv").touch()
+    prepare(tmp_path / "data", corpus, tmp_path)
+
+    def load(max_bad_share: float) -> Manifest | GrowingManifest:
+        settings = GrowingSettings(seed=0, max_bad_share=max_bad_share, max_bad_share_field="data.max_bad_share")
+        return load_or_grow(*configure(tmp_path / "data", corpus), str(tmp_path), settings)
+
+    with pytest.raises(TooManyProblemsError, match=r"data\.max_bad_share = 10\.00%.*empty_document"):
+        load(0.1)
+    assert load(0.5).not_read == ["b.csv"]
 
 
 def test_archives_that_are_written_again_between_their_parts_are_refused(
