@@ -27,7 +27,7 @@ import pyarrow as pa
 from pipelines.images.manifest import ImageManifest, read_index
 from pipelines.images.pairs import locate_pairs, name_pair, pair_digest
 from pipelines.ranges import range_reader
-from pipelines.storage import compute_digest, read_manifest, resolve, write_manifest
+from pipelines.storage import arrow_file, compute_digest, read_manifest, resolve, write_manifest
 from pipelines.stream import Batch
 from pipelines.text.blocks import without_end
 from pipelines.text.manifest import Manifest
@@ -119,10 +119,7 @@ class FeatureFiles:
         """Return the content of the file of a part, given an array (n, *shape) of its n rows for every column."""
         assert all(len(arrays[column.name]) == part.stop - part.start for column in self.columns)
         batch = pa.record_batch({column.name: column.to_arrow(arrays[column.name]) for column in self.columns})
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_file(sink, batch.schema) as writer:
-            writer.write_batch(batch)
-        return bytes(sink.getvalue())
+        return bytes(arrow_file([batch], batch.schema))
 
     def read(self, shards: np.ndarray, rows: np.ndarray, *, cache_bytes: int = 0) -> dict[str, np.ndarray]:
         """Return an array (n, *shape) for every column, given the shard of every item and its row in it, each (n,)."""

@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -106,8 +106,9 @@ def read_bytes(uri: str) -> bytes:
 
 
 @names_written_store
-def write_bytes(uri: str, content: bytes) -> None:
-    """Write a file atomically: a reader sees all of it or none, and if the disk is full the old file remains."""
+def write_bytes(uri: str, content: bytes | pa.Buffer) -> None:
+    """Write a file atomically: a reader sees all of it or none (one that has mapped the old file, the old one), and if the
+    disk is full the old file remains."""
     filesystem, path = resolve(uri)
     directory, _, name = path.rpartition("/")
     # The name is unique, as other processes may write the same file; the underscore hides it from readers of the directory.
@@ -122,6 +123,15 @@ def write_bytes(uri: str, content: bytes) -> None:
         if error.errno is None:  # The error comes from an object store, which has no error numbers.
             raise
         raise OSError(error.errno, os.strerror(error.errno), path) from error
+
+
+def arrow_file(batches: Sequence[pa.RecordBatch], schema: pa.Schema) -> pa.Buffer:
+    """Return the content of an Arrow file of record batches."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    return sink.getvalue()
 
 
 @names_store

@@ -44,7 +44,7 @@ from pipelines.images.manifest import (
 from pipelines.object_store import unchanged
 from pipelines.prepare import directory_name, prepare
 from pipelines.problems import LostRecords, Problem, describe_counts, estimate_unread, lost_name, note
-from pipelines.storage import relative, resolve
+from pipelines.storage import arrow_file, relative, write_bytes
 
 # What counts as a sample, and how its key is made; prepared data are made anew under another version.
 _READING_VERSION = 5
@@ -188,9 +188,7 @@ class IndexTask:
                 digest.update(sample.data)
                 num_images += 1
         table = pa.table(columns, schema=INDEX_SCHEMA)
-        filesystem, path = resolve(f"{self.directory}/{file}")
-        with filesystem.open_output_stream(path) as sink, pa.ipc.new_file(sink, table.schema) as writer:
-            writer.write_table(table)
+        write_bytes(f"{self.directory}/{file}", arrow_file(table.to_batches(), table.schema))
         shard = ImageShard(
             file=file,
             archive=archive.path,

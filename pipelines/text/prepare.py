@@ -30,7 +30,7 @@ from pipelines.problems import (
     estimate_unread,
     lost_name,
 )
-from pipelines.storage import create_directory, relative, resolve
+from pipelines.storage import arrow_file, create_directory, relative, write_bytes
 from pipelines.text.manifest import (
     FORMAT_VERSION,
     ArchiveEntry,
@@ -265,10 +265,7 @@ class PartTask:
 
 def _write_shard(uri: str, batches: list[pa.RecordBatch], schema: pa.Schema) -> dict[str, Any]:
     """Write record batches to a shard, and return the fields of its entry that describe its content."""
-    filesystem, path = resolve(uri)
-    with filesystem.open_output_stream(path) as sink, pa.ipc.new_file(sink, schema) as writer:
-        for batch in batches:
-            writer.write_batch(batch)
+    write_bytes(uri, arrow_file(batches, schema))
     digest = hashlib.blake2b(digest_size=8)
     for batch in batches:
         digest.update(batch.column("tokens").flatten().to_numpy())

@@ -14,7 +14,7 @@ from image_archive_support import jpeg
 from text_archive_support import tar
 
 from pipelines.images.archives import ImageSample
-from pipelines.images.manifest import ImageManifest, read_index
+from pipelines.images.manifest import ImageManifest, index_name, read_index
 from pipelines.images.pairs import PairSource
 from pipelines.images.prepare import IndexTask, PrepareImagesConfig, check_source, describe, prepare_images
 from pipelines.problems import TooManyProblemsError
@@ -134,7 +134,11 @@ def test_an_archive_that_is_written_again_while_it_is_read_is_refused(shards: Pa
     replacing = Replacing(**{name: getattr(task, name) for name in task.__dataclass_fields__})
     with pytest.raises(OSError, match=r"00000\.tar was written again while it was read"):
         replacing.run(0)
-    assert len(task.finish([task.run(0)]).shards) == 1
+    index = tmp_path / index_name(0)
+    task.run(0)
+    with index.open("rb") as mapped:
+        assert len(task.finish([task.run(0)]).shards) == 1
+        assert not os.path.samestat(os.fstat(mapped.fileno()), index.stat())  # whoever has mapped it keeps it
 
 
 def test_every_lost_image_is_listed_and_what_only_all_archives_together_show(tmp_path: Path) -> None:
