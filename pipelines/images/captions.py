@@ -164,6 +164,7 @@ class FolderNames:
 
     def find(self, path: str) -> str | None:
         """Return the path itself, or None if it has no folder or is hidden (`.DS_Store`, `__MACOSX/`)."""
+        path = path.removeprefix("./")  # which `tar -c .` puts before every name
         is_hidden = any(part.startswith((".", "__")) for part in path.split("/"))
         return path if "/" in path and not is_hidden else None
 

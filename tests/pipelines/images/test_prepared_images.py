@@ -182,7 +182,11 @@ def test_a_manifest_is_read_again_and_another_kind_version_or_none_is_refused(tm
 @pytest.mark.parametrize(
     ("label", "beside", "lost"),
     [
-        ("folder", {"a/cat/1": (), "b/dog/2": (), "3": (), "b/._dog/2": ()}, {"images in no folder of a class": 2}),
+        (
+            "folder",
+            {"./a/cat/1": (), "b/dog/2": (), "3": (), "./4": (), "b/._dog/2": ()},
+            {"images in no folder of a class": 3},
+        ),
         (
             "cls",
             {"1": (("cls", b"cat"),), "2": (("cls", b"dog\n"),), "3": (("txt", b"a caption"),)},
