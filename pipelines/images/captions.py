@@ -15,6 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from pipelines.object_store import version_of
 from pipelines.storage import resolve
 
 RANDOM_WORD = "random"
@@ -126,7 +127,8 @@ class CaptionFile:
             FileNotFoundError: if there is no such file.
             ValueError: if the file has another form or no usable record, or if a split is unknown or not applicable.
         """
-        return _load(uri, tuple(filter(None, splits)))  # `--splits ""` gives one empty string, which selects no split.
+        # `--splits ""` gives one empty string, which selects no split.
+        return _load(uri, tuple(filter(None, splits)), version_of(*resolve(uri)))
 
     def texts(self, name: str) -> tuple[str, ...]:
         """Return the captions of an image, given by its path as the file spells it."""
@@ -174,7 +176,7 @@ class FolderNames:
 
 
 @lru_cache(maxsize=2)
-def _load(uri: str, splits: tuple[str, ...]) -> CaptionFile:
+def _load(uri: str, splits: tuple[str, ...], version: str) -> CaptionFile:
     filesystem, path = resolve(uri)
     with filesystem.open_input_stream(path) as stream:
         data = stream.read()

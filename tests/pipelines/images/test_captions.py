@@ -22,7 +22,7 @@ from pipelines.text.tokenization import load_tokenizer, train_bpe
 
 
 def captions(tmp_path: Path, content: object, *splits: str) -> CaptionFile:
-    path = tmp_path / f"captions{len(list(tmp_path.iterdir()))}.json"
+    path = tmp_path / "captions.json"  # what was written again is read again
     path.write_text(json.dumps(content))
     return CaptionFile.load(str(path), splits)
 
@@ -60,7 +60,7 @@ def test_both_forms_of_captions_are_read_and_a_split_is_selected(tmp_path: Path)
     assert [where for where, _ in found.invalid] == ["record 3", "record 4", "4.jpg", "4.jpg"]
     assert found.invalid[2][1] == "one of the captions is null, not text"
     for bad in ({"annotations": []}, [["1.jpg", "a"]], "text", []):
-        with pytest.raises(ValueError, match=r"captions\d+\.json"):
+        with pytest.raises(ValueError, match=r"captions\.json"):
             captions(tmp_path, bad)
 
 
