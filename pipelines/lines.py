@@ -129,10 +129,10 @@ def _decompress_frames(
             yield chunk
         data = b""
         if decoder.eof:
-            data = (decoder.unused_data or stream.read(READ_BYTES)).lstrip(b"\0")  # Zeros may pad an xz stream.
-            if not data:
-                return
-            decoder = new()
+            data, decoder = decoder.unused_data, new()
+            while not (data := data.lstrip(b"\0")):  # Zeros may pad an xz stream.
+                if not (data := stream.read(READ_BYTES)):
+                    return
         elif decoder.needs_input:
             data = stream.read(READ_BYTES)
     raise DamagedError(f"the {name} stream ends early")

@@ -323,6 +323,12 @@ def test_frames_after_a_skippable_one_are_read_and_the_last_may_not_be_cut(read:
         assert (texts, [p.kind for p in problems]) == (TEXTS, ["truncated_archive"])
 
 
+@pytest.mark.parametrize("num_zeros", [4, 2**15, 2**17])
+def test_streams_after_zeros_that_pad_an_xz_stream_are_read(num_zeros: int, read: Callable) -> None:
+    data = b"".join(lzma.compress(lines(part)) + bytes(num_zeros) for part in (TEXTS[:2], TEXTS[2:]))
+    assert read("a.jsonl.xz", data) == (TEXTS, [])
+
+
 @pytest.mark.parametrize("options", [{}, {"write_content_size": False}, {"write_checksum": True}])
 @pytest.mark.parametrize("num_records", [1, 400, 20_000])
 def test_the_end_of_a_frame_is_recognised_whatever_its_header(options: dict, num_records: int, read: Callable) -> None:
