@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
-from stat import S_ISREG
+from stat import S_ISDIR, S_ISREG
 
 from braceexpand import braceexpand
 from pyarrow import fs
@@ -162,13 +162,13 @@ def _walk_local(root: str) -> Iterator[tuple[str, int | None, int]]:
             if target in seen or entry.name.startswith((".", "_")):
                 continue
             seen.add(target)
-            if entry.is_dir():
-                directories.append((path, target))
-                continue
             try:
                 status = entry.stat()
-            except OSError:
+            except OSError:  # A link leads to nothing, or to itself.
                 yield path, None, 0
+                continue
+            if S_ISDIR(status.st_mode):
+                directories.append((path, target))
             else:
                 yield path, status.st_size if S_ISREG(status.st_mode) else None, status.st_mtime_ns
 

@@ -108,6 +108,7 @@ def test_a_file_is_listed_once_and_what_is_not_read_is_named(tmp_path: Path) -> 
     for link, target in (("again", "."), ("once more", "."), ("b.jsonl", "a.jsonl"), ("linked", "../elsewhere")):
         (data / link).symlink_to(target)
     (data / "broken.jsonl").symlink_to("nowhere")
+    (data / "endless.jsonl").symlink_to("endless.jsonl")
     os.mkfifo(data / "pipe.jsonl")
     Path(os.fsdecode(os.fsencode(data) + b"/caf\xe9.jsonl")).touch()
     (tmp_path / "elsewhere").mkdir()
@@ -116,7 +117,9 @@ def test_a_file_is_listed_once_and_what_is_not_read_is_named(tmp_path: Path) -> 
     assert [archive.path.removeprefix(f"{data}/") for archive in listing.archives] == [
         "D.JSONL", "a.jsonl", "linked/c.tar",
     ]  # fmt: skip
-    assert listing.not_read == ["broken.jsonl", "caf\\xe9.jsonl", "e.txt", "f\\x1b[31m.zip", "pipe.jsonl"]
+    assert listing.not_read == [
+        "broken.jsonl", "caf\\xe9.jsonl", "e.txt", "endless.jsonl", "f\\x1b[31m.zip", "pipe.jsonl",
+    ]  # fmt: skip
     with pytest.raises(ValueError, match=r"caf\\udce9\.jsonl' is not UTF-8"):
         list_source(os.fsdecode(os.fsencode(data) + b"/caf\xe9.jsonl"))
 
