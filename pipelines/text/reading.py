@@ -343,10 +343,10 @@ def _read_parquet(file: pa.NativeFile, name: str, text_field: str, part: Part) -
         return
     groups = range(part.start, table.num_row_groups if part.stop is None else part.stop)
     first = sum(table.metadata.row_group(group).num_rows for group in range(part.start))
-    number = first - 1
     last = first + sum(table.metadata.row_group(group).num_rows for group in groups)
     try:
         for group in groups:
+            number = first - 1
             metadata = table.metadata.row_group(group)
             problem = _check_row_group(metadata, text_field, f"{name}:{first}")
             if problem is not None:

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 import psutil
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 from hypothesis import given
@@ -258,6 +259,19 @@ def test_a_parquet_row_is_judged_as_a_json_record_is(
 ) -> None:
     found, problems = read("a.parquet", parquet({"text": column}))
     assert (found, [p.kind for p in problems]) == (texts, kinds)
+
+
+def test_rows_of_a_damaged_parquet_file_are_counted_once(tmp_path: Path) -> None:
+    path, schema = tmp_path / "a.parquet", pa.schema({"text": pa.string()})
+    with pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=False) as writer:
+        for texts in (["a" * 2**24] * 5, ["d"] * 3):  # the first takes too much memory
+            writer.write_table(pa.table({"text": texts}, schema))
+    at = pq.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
+    data = path.read_bytes()
+    path.write_bytes(data[:at] + b"\xff" * 8 + data[at + 8 :])
+    (archive,) = list_archives(str(path))
+    items = list(read_documents(str(path), archive))
+    assert [item.count if isinstance(item, Problem) else item.text for item in items] == [5, 3]
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
