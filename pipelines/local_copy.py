@@ -51,9 +51,9 @@ class _Listing:
 def local_copy(source: str, *, with_weights: bool = True) -> str:
     """Return the path on this machine of what lies at a URI, which is copied unless this was done before.
 
-    A local path and the name of a model on the hub are returned unchanged. Of a directory, its repository (`.git`),
-    checkpoints (`checkpoint-…`) and exports for other programs (`onnx`, `openvino`) are left out, and without
-    `with_weights` its weights.
+    Of a local path `~` is expanded, and the name of a model on the hub is returned unchanged. Of a directory, its
+    repository (`.git`), checkpoints (`checkpoint-…`) and exports for other programs (`onnx`, `openvino`) are left out, and
+    without `with_weights` its weights.
 
     Raises:
         ValueError: if there is nothing at the URI, it cannot be read, or a file's name would lead out of the directory;
@@ -61,7 +61,7 @@ def local_copy(source: str, *, with_weights: bool = True) -> str:
         OSError: if the files cannot be copied, for example because the disk is too small.
     """
     if "://" not in source:
-        return source
+        return os.path.expanduser(source)
     for _ in range(_NUM_LISTINGS):
         listing = _list(source, with_weights)
         if isinstance(listing.filesystem, fs.LocalFileSystem):
@@ -183,7 +183,7 @@ def check_source(source: str) -> None:
     Without this check, Transformers treats a missing path as a misspelt hub name, and without a network it keeps
     trying to reach the hub for half a minute.
     """
-    path = Path(source).expanduser()
+    path = Path(source)
     if path.exists():
         return
     if (

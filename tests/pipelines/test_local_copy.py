@@ -128,10 +128,12 @@ def test_what_is_missing_or_out_of_reach_is_said_in_one_line(
     assert not (tmp_path / "cache").exists()
 
 
-def test_local_paths_and_names_on_the_hub_stay_as_they_are(tmp_path: Path) -> None:
+def test_local_paths_and_names_on_the_hub_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for source in ("", "gpt2", "owner/name", "/no/such", str(tmp_path)):
         assert local_copy(source) == source
     assert local_copy(f"file://{tmp_path}") == str(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert local_copy("~/m") == f"{tmp_path}/m"  # Transformers would take it for a name on the hub.
     assert is_directory(str(tmp_path))
     assert not is_directory(str(tmp_path / "x"))
 
