@@ -92,6 +92,8 @@ def prepare(
         TooManyProblemsError: if too many records are unreadable; the message names the share, the kinds of problems and the
             archives.
     """
+    if losses:
+        list_lost(directory, (), losses)  # so that a place that cannot be written to is refused beforehand
     try:
         manifest = load()
     except FileNotFoundError:

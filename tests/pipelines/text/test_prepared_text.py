@@ -220,6 +220,14 @@ def test_text_that_is_complete_is_judged_by_its_lost_records_before_it_is_stream
     assert load(0.5).not_read == ["b.csv"]
 
 
+def test_a_list_of_losses_that_cannot_be_written_is_refused_before_anything_is_read(
+    corpus: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(FileNotFoundError, match=r"nowhere/lost\.jsonl"):
+        prepare(corpus / "train", corpus, tmp_path / "prepared", losses=str(tmp_path / "nowhere" / "lost.jsonl"))
+    assert not (tmp_path / "prepared").exists()
+
+
 def test_archives_that_are_written_again_between_their_parts_are_refused(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
