@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import re
 import tarfile
 from collections import Counter
@@ -383,8 +384,8 @@ def read_judgements(path: str | Path, name: str, files: Sequence[tuple[str, ...]
         if len(entries) >= 3 and score.strip() in ("", "score"):
             return None
         first, second = sentences
-        if len(entries) >= 7 and not 0 <= float(score) <= 5:
-            raise ValueError(f"the score {score!r} of the STS benchmark must lie in 0 … 5")
+        if not (0 <= float(score) <= 5 if len(entries) >= 7 else math.isfinite(float(score))):
+            raise ValueError(f"the score {score!r} must be finite, and that of the STS benchmark lie in 0 … 5")
         return str(float(score)), first, second
 
     reader, records, sizes = _Reader(), list[Record](), list[int]()

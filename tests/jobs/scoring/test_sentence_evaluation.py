@@ -129,6 +129,9 @@ def test_judgements_are_read_in_both_forms(data: Path, tmp_path: Path) -> None:
     found = read_judgements(file, "sts")  # as GLUE has it; a score is at most 5
     assert (found.scores.tolist(), found.first[0], found.second[0]) == ([0.5, 1.5, 2.5, 3.5, 4.5], "one 0", "other 0")
     assert found.problems == {"missing_field": 1}
+    file.write_text("".join(f"{score}\ta\tb\n" for score in (1, "nan", 2, "inf", 3)))
+    found = read_judgements(file, "sts")  # no number has a rank among the others
+    assert (found.scores.tolist(), found.problems) == ([1.0, 2.0, 3.0], {"missing_field": 2})
     file.write_text("1\ta\tb\n")
     with pytest.raises(ValueError, match="holds 1 pairs of sentences with a score: a correlation needs 3 or more"):
         read_judgements(file, "sts")
