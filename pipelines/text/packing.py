@@ -105,7 +105,8 @@ class PackingConfig:
 
     def describe(self, num_rows: int, num_documents: int) -> str:
         """Describe what is stored of `num_documents` documents, for a human reader."""
-        return f"all in {num_rows} blocks of {self.context_length}"
+        kept = {"all": "all", "held_out": "a fifth", "others": "four fifths"}[self.documents]
+        return f"{kept} in {num_rows} blocks of {self.context_length}"
 
 
 def _hash(tokens: np.ndarray, seed: int | None = None) -> int:

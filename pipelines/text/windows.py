@@ -176,4 +176,4 @@ class WindowConfig(PackingConfig):
 
     def describe(self, num_rows: int, num_documents: int) -> str:
         """Describe what is stored of `num_documents` documents, for a human reader."""
-        return f"all in {num_rows} blocks of {self.context_length}, uncut up to that length"
+        return f"{PackingConfig.describe(self, num_rows, num_documents)}, uncut up to that length"
