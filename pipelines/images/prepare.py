@@ -142,7 +142,8 @@ def _list(config: PrepareImagesConfig) -> tuple[list[ImageArchive], list[str], C
 def _name_content(config: PrepareImagesConfig, archives: list[ImageArchive], captions: CaptionFile | None) -> str:
     """Return a directory name that contains a hash of everything that determines the prepared content."""
     files = [asdict(archive) for archive in archives]
-    values = [_READING_VERSION, files, captions and captions.captions, config.max_pixels, config.key_dot]
+    records = captions and (captions.captions, captions.invalid)
+    values = [_READING_VERSION, files, records, config.max_pixels, config.key_dot]
     content = json.dumps([*values, config.label] if config.label else values)
     return directory_name(config.source, "pairs", hashlib.blake2b(content.encode(), digest_size=6).hexdigest())
 

@@ -157,6 +157,15 @@ def test_every_lost_image_is_listed_and_what_only_all_archives_together_show(tmp
     assert Counter(loss["kind"] for loss in losses) == manifest.problems
 
 
+def test_a_file_of_captions_without_its_invalid_records_is_judged_anew(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "0.jpg").write_bytes(jpeg())
+    captions = tmp_path / "captions.json"
+    for records, lost in (("{}, ", {"invalid_record": 1}), ("", {})):
+        captions.write_text(f'[{records}{{"image": "0.jpg", "caption": "c"}}]')
+        assert prepare(tmp_path / "images", tmp_path / "prepared", captions=str(captions)).problems == lost
+
+
 def test_a_manifest_is_read_again_and_another_kind_version_or_none_is_refused(tmp_path: Path) -> None:
     directory = str(tmp_path)
     for kind in (Manifest, ImageManifest):
