@@ -173,20 +173,6 @@ def _walk_local(root: str) -> Iterator[tuple[str, int | None, int]]:
                 yield path, status.st_size if S_ISREG(status.st_mode) else None, status.st_mtime_ns
 
 
-def list_once(filesystem: fs.FileSystem, root: str) -> list[fs.FileInfo]:
-    """Return the files and directories below a directory, a local one that several links lead to under its shortest name."""
-    files: list[fs.FileInfo] = filesystem.get_file_info(fs.FileSelector(root, recursive=True))
-    if not is_local(filesystem):
-        return files
-    targets = [os.path.realpath(file.path) for file in files]
-    names: dict[str, str] = {os.path.realpath(root): root}
-    for target, path in sorted(
-        zip(targets, (file.path for file in files), strict=True), key=lambda pair: (pair[1].count("/"), pair[1])
-    ):
-        names.setdefault(target, path)
-    return [file for file, target in zip(files, targets, strict=True) if names[target] == file.path]
-
-
 def resolve_source(uri: str) -> tuple[fs.FileSystem, str]:
     """Return the filesystem of a source and the path that the names of its archives are relative to.
 

@@ -32,7 +32,7 @@ from jobs.scoring.temperatures.config import PredictTemperaturesConfig
 from jobs.scoring.temperatures.texts import model_settings, predict_archives
 from jobs.scoring.text_parts import list_sources
 from jobs.scoring.units import UnitStore, absolute_output, settings_digest
-from pipelines.archives import list_once
+from pipelines.archives import ArchiveFormat, list_archives
 from pipelines.lines import decode
 from pipelines.storage import join, read_bytes, relative, resolve, write_bytes
 from tempnet.intervals import mean_interval, spearman_interval
@@ -131,17 +131,14 @@ def _checked(
 
 
 def _csv_files(data: str) -> list[str]:
-    filesystem, path = resolve(data)
-    info = filesystem.get_file_info(path)
-    if info.type is FileType.NotFound:
-        raise FileNotFoundError(f"data = {data}: there is no such file or directory")
-    if info.type is FileType.File:
+    filesystem, root = resolve(data)
+    if filesystem.get_file_info(root).type is FileType.File:
         return [data]
-    entries = list_once(filesystem, path)
-    files = sorted(entry.path for entry in entries if entry.type is FileType.File and entry.extension.lower() == "csv")
-    if not files:
-        raise FileNotFoundError(f"data = {data} holds no .csv file")
-    return [join(data, relative(file, path)) for file in files]
+    try:
+        files = list_archives(data, {".csv": ArchiveFormat.PLAIN})
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"data = {data} holds no .csv file: {error}") from error
+    return [join(data, relative(file.path, root)) for file in files]
 
 
 def _csv_rows(path: str, needed: set[str]) -> Iterator[dict[str, Any]]:

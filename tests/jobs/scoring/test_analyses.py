@@ -42,6 +42,7 @@ def write_csv(path: Path, rows: list[list[object]], columns: list[str] = COLUMNS
 
 def test_questions_and_answers_in_groups_of_subjectivity(tmp_path: Path) -> None:
     write_csv(tmp_path / "a" / "test.csv", [["Is it good?", "yes, very", 1, 4], ["How large?", "2 m", 5, 2]])
+    write_csv(tmp_path / "__MACOSX" / "._test.csv", [], ["what an archive of macOS holds beside each file"])
     write_csv(tmp_path / "dev.CSV", [["Why?", "ANSWERNOTFOUND", 1, 1], ["Who?", " ", 2, 2], ["When?", "now", 7, 3]])
     read = read_subjectivity(str(tmp_path), "question")
     assert read.records == [
