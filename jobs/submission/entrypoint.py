@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jobs.engine.masking import masked
+
 _COMMANDS = Path(__file__).parents[1]
 _NOT_SUBMITTED = {"__init__", "submit", "revision"}
 _NAME_OPTIONS = ("--run.name", "--base.run.name")
@@ -51,10 +53,15 @@ def parse_entrypoint(words: Sequence[str]) -> Entrypoint:
     """Return the job that the words after `--` name: a command of this project, or a module with its full name.
 
     Raises:
-        ValueError: if no job is named, or none has this name.
+        ValueError: if no job is named, or none has this name, or a word holds a secret.
     """
     if not words:
         raise ValueError("no job is named: type it after --, for example: -- train_lm gpt2-scratch --run.name mine")
+    if secret := next((masked(word) for word in words if masked(word) != word), ""):
+        raise ValueError(
+            f"{secret} holds a login or secret, which Ray would keep with the job for everyone to read: set it in the "
+            "environment of every node, that of MLflow as MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        )
     job, *arguments = words
     if "." in job and not job.startswith("jobs."):
         return Entrypoint(job, tuple(arguments))

@@ -51,9 +51,10 @@ def test_a_preset_has_the_name_of_its_run_and_others_one_of_their_own() -> None:
         (["trian_lm"], "did you mean train_lm"),
         (["submit", "ray"], "job 'submit' is unknown"),
         (["xyzzy"], "there are: analyse, calibrate,"),
+        (["train_lm", "x", "--tracking.uri", "http://me:word@host"], r"^http://\*\*\*@host holds a login or secret"),
     ],
 )
-def test_an_unknown_job_is_refused(words: list[str], message: str) -> None:
+def test_an_unknown_job_or_one_with_a_secret_is_refused(words: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_entrypoint(words)
 
