@@ -10,6 +10,7 @@ import sys
 import time
 from typing import Any
 
+import aiohttp
 import requests
 from ray.dashboard.modules.job.pydantic_models import JobDetails
 from ray.exceptions import AuthenticationError
@@ -23,7 +24,7 @@ from jobs.submission.entrypoint import Entrypoint
 _SECONDS_BETWEEN_TRIES = 2.0
 _SECONDS_TO_ANSWER = 10.0  # for a cluster that was not reached before
 _SIGKILL = 9
-_UNREACHABLE = (OSError, RuntimeError, requests.RequestException)
+_UNREACHABLE = (OSError, RuntimeError, requests.RequestException, aiohttp.ClientError)
 # Modules of Ray that log every file that is not uploaded and every connection that ends.
 _TALKATIVE = ("ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk", "ray._private.runtime_env")
 
@@ -105,6 +106,7 @@ class Submitter:
 
     def _submit(self, client: JobSubmissionClient) -> None:
         """Submit the job under a free ID, or take over the job that runs already."""
+        self._num_printed = 0
         known = {job.submission_id: job for job in client.list_jobs() if job.submission_id}
         for job in known.values():
             if not job.status.is_terminal() and (job.metadata or {}).get("name") == self._name:
@@ -129,7 +131,6 @@ class Submitter:
             )
         except (RuntimeError, requests.RequestException) as error:
             raise SubmissionError(f"the cluster did not take the job: {_first_line(error)}") from error
-        self._num_printed = 0
         _say(f"job {self.submission_id} is submitted, revision {metadata['revision']}")
 
     def _follow(self) -> int:

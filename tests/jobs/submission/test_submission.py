@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
+import aiohttp
 import pytest
 from ray.dashboard.modules.job.pydantic_models import JobDetails
 from ray.runtime_env import RuntimeEnv
@@ -111,6 +114,43 @@ def test_other_packages_than_those_of_the_lock_are_named(tmp_path: Path) -> None
         check_locked(lock)
     with pytest.raises(ValueError, match="is missing: the packages cannot be checked"):
         check_locked(tmp_path / "nothing")
+
+
+def test_a_job_that_is_taken_over_after_a_loss_is_followed_from_its_first_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "http://head:8265")
+    submitter = ray_jobs.Submitter(RaySubmission(name="mine"), parse_entrypoint(["train_lm", "gpt2-scratch"]))
+    submitter._print("a long line of the job that was lost\n", 37)
+    details = JobDetails(
+        type="SUBMISSION", entrypoint="python -m jobs.train_lm gpt2-scratch", submission_id="mine-2",
+        status="RUNNING", metadata={"name": "mine"},
+    )  # fmt: skip
+    submitter._submit(SimpleNamespace(list_jobs=lambda: [details]))  # type: ignore[arg-type]
+    capsys.readouterr()
+    submitter._print("begins\n", 7)
+    assert capsys.readouterr().out == "begins\n"
+
+
+@pytest.mark.parametrize("error", [aiohttp.ServerDisconnectedError(), aiohttp.ClientPayloadError(), OSError()])
+def test_a_job_is_followed_on_after_its_log_has_broken_off(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "http://head:8265")
+    submitter = ray_jobs.Submitter(RaySubmission(name="mine"), parse_entrypoint(["train_lm", "gpt2-scratch"]))
+    statuses = iter(["RUNNING", "SUCCEEDED"])
+
+    async def tail(submission_id: str) -> AsyncIterator[str]:
+        yield "begins\n"
+        raise error
+
+    client = SimpleNamespace(
+        get_job_info=lambda submission_id: JobDetails(
+            type="SUBMISSION", entrypoint="python", status=next(statuses), driver_exit_code=0
+        ),
+        get_job_logs=lambda submission_id: "begins\n",
+        tail_job_logs=tail,
+    )
+    monkeypatch.setattr(submitter, "_connect", lambda wait: client)
+    assert submitter._follow() == 0
 
 
 def test_a_cluster_that_is_not_there_is_named(
