@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -200,14 +201,13 @@ def export_checkpoint(job: WorkerJob, context: WorkerContext, *, checkpoint: str
 
 @contextmanager
 def local_copy(uri: str) -> Iterator[str]:
-    """Yield a local directory with the checkpoint at a path or URI; workers of Ray on one node share a copy."""
+    """Yield a local directory with the checkpoint at a path or URI; of one at a URI every worker makes a copy."""
     filesystem, path = resolve(uri)
     if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
         yield path
     else:
-        from ray.train import Checkpoint
-
-        with Checkpoint(path, filesystem).as_directory() as directory:
+        with tempfile.TemporaryDirectory(prefix="tempnet-checkpoint-") as directory:
+            pyarrow.fs.copy_files(path, directory, source_filesystem=filesystem)
             yield directory
 
 

@@ -47,6 +47,7 @@ from jobs.engine.resumption import (
     write_file_list,
     write_record,
 )
+from jobs.engine.worker import local_copy
 from pipelines.plan import StreamPlan
 
 CONFIG = TrainingConfig(run=RunSection(name="run"))
@@ -119,6 +120,17 @@ def test_a_part_that_cannot_be_uploaded_leaves_no_copy(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="run"):
         upload_part(tmp_path / "part", str(tmp_path / "run" / "checkpoint-00000005"), rank=0, world_size=1, group="")
     assert not (tmp_path / "part").exists()
+
+
+def test_a_checkpoint_in_a_store_is_read_from_a_copy_that_goes_afterwards(bucket: str, tmp_path: Path) -> None:
+    (tmp_path / "part" / "deepspeed").mkdir(parents=True)
+    (tmp_path / "part" / "deepspeed" / "states.pt").write_bytes(b"states")
+    uri = f"s3://{bucket}/runs/run/checkpoint-00000005"
+    upload_part(tmp_path / "part", uri, rank=0, world_size=1, group="")
+    with local_copy(uri) as directory:
+        assert (Path(directory) / "deepspeed" / "states.pt").read_bytes() == b"states"
+        assert find_changed_file(Path(directory), rank=0, world_size=1) == ""
+    assert not Path(directory).exists()
 
 
 def test_a_disk_that_is_full_ends_the_upload_with_its_path(tmp_path: Path, small_disk: Callable[[int], Path]) -> None:
