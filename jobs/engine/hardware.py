@@ -51,9 +51,9 @@ def free_memory(workers: WorkersSection, *, num_local_workers: int) -> int:
     return int(psutil.virtual_memory().available) // num_local_workers
 
 
-def peak_memory_gib() -> float:
-    """Return the peak memory of this process in GiB: device memory if there is a GPU, else resident memory."""
-    if torch.cuda.is_available():
+def peak_memory_gib(*, use_gpu: bool) -> float:
+    """Return the peak memory of this process in GiB: device memory if it uses a GPU, else resident memory."""
+    if use_gpu:
         return torch.cuda.max_memory_allocated() / 2**30
     import resource
 

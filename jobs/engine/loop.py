@@ -215,7 +215,7 @@ class TrainingLoop:
             "data_wait_share": self.total.data_wait_share if self.total.seconds else None,
             "store_retries": self._collect_retries(),
             "batches_digest": self.batches_digest,
-            "peak_memory_gib": peak_memory_gib(),
+            "peak_memory_gib": peak_memory_gib(use_gpu=config.workers.use_gpu),
             "world_size": self.world_size,
         }
         if not self.is_first:

@@ -12,7 +12,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from jobs.engine.config import WorkersSection
 from jobs.engine.fields import with_fields
-from jobs.engine.hardware import GIB, check_fits, describe_memory, num_threads_per_worker, training_memory
+from jobs.engine.hardware import (
+    GIB,
+    check_fits,
+    describe_memory,
+    num_threads_per_worker,
+    peak_memory_gib,
+    training_memory,
+)
 from jobs.tasks.base import count_parameters
 from jobs.tasks.language_model.models import estimate_memory, flops_per_token, saved_bytes
 from jobs.tasks.language_model.task import with_fitting_micro_batch
@@ -30,6 +37,15 @@ def shapes(architecture: str, attention: str = "sdpa", **sizes: int) -> PreTrain
         config = AutoConfig.for_model(architecture, **{**SIZES, **sizes})
         base: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     return base
+
+
+def test_on_a_machine_with_a_gpu_the_memory_of_a_cpu_worker_is_that_of_its_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 << 30)
+    assert peak_memory_gib(use_gpu=True) == 3.0
+    assert 0.0 < peak_memory_gib(use_gpu=False) != 3.0
 
 
 def test_zero_divides_optimizer_gradients_and_weights_in_turn() -> None:
