@@ -38,7 +38,7 @@ from jobs.engine.metrics import MetricLogger, SystemMetrics
 from jobs.engine.resumption import FatalTrainingError, naming_full_disk
 from jobs.engine.task import Statistics, Task
 from jobs.engine.worker import Validation, WorkerContext, WorkerJob
-from pipelines.storage import compute_digest
+from pipelines.storage import compute_digest, exists
 from pipelines.store_errors import RETRIES, RetryLog
 from pipelines.stream import Batch
 
@@ -357,7 +357,8 @@ class TrainingLoop:
     def _validate(self, *, with_details: bool) -> dict[str, dict[str, Any]]:
         """Validate every run, log its scores, and export its model if it is the best so far; return name → results.
 
-        If the task does not rate its models, the model is exported at the final validation (`with_details`) instead.
+        At the final validation (`with_details`) it is also exported if the task does not rate its models, and if the best
+        one is not where the run exports to, as when a continued run was given another directory.
         """
         runs = [run for run in self.runs if not run.failure]
         self.engine.eval()
@@ -377,9 +378,10 @@ class TrainingLoop:
                 if rating is not None:
                     self.metrics_to_report["rating"] = rating
             is_better = rating is not None and (run.best_rating is None or rating > run.best_rating)
-            if is_better or (rating is None and with_details):
+            place = run.task.config.run.export_directory
+            if is_better or (with_details and (rating is None or not self.context.agree(exists(place)))):
                 run.best_rating = rating
-                with naming_full_disk(run.task.config.run.export_directory):
+                with naming_full_disk(place):
                     run.task.export()
             results[run.name] = {"validation": scores, "best_rating": run.best_rating, **(details or {})}
         return results
