@@ -52,19 +52,21 @@ Part: TypeAlias = tuple[list[ParameterGroup], TrainingConfig]
 def start_engine(module: nn.Module, parts: Sequence[Part], config: TrainingConfig) -> DeepSpeedEngine:
     """Start DeepSpeed with AdamW for a run, or for several whose gradients are clipped by themselves.
 
-    Every group of parameters has its own learning rate, and the TempNet's group its own schedule.
+    Every group of parameters has its own learning rate, and the TempNet's group its own schedule. Under ZeRO 0, which all of
+    several runs have, gradients are clipped here: DeepSpeed does not tell their norm.
     """
     optimizer, scheduler = make_optimizer(parts)
     # Ray has started the workers, whatever its own processes were started by: DeepSpeed would take these for its ranks.
     for name in [name for name in os.environ if name.startswith("OMPI_COMM_WORLD_")]:
         del os.environ[name]
     settings = deepspeed_config(config)
-    if len(parts) > 1:
+    is_whole = config.workers.zero_stage == 0
+    if is_whole:
         settings["gradient_clipping"] = 0.0
     engine, *_ = deepspeed.initialize(
         model=module, optimizer=optimizer, lr_scheduler=scheduler, config=settings, dist_init_required=False
     )
-    if len(parts) > 1:
+    if is_whole:
 
         def clip(*_: Any) -> None:
             engine.norms_of_runs = [

@@ -1,8 +1,8 @@
 """The training loop that every worker runs: restore, read data, step, log, validate, save, export.
 
 It trains one run, or several side by side: runs that share data and a frozen base, each with networks of its own. Losses,
-statistics, validations, exports and MLflow runs are one per run; steps, data and checkpoints are common. A run whose loss is
-not finite fails; beside others it fails alone, is not validated or exported any more, and the others go on.
+statistics, validations, exports and MLflow runs are one per run; steps, data and checkpoints are common. A run whose loss or
+gradient is not finite fails; beside others it fails alone, is not validated or exported any more, and the others go on.
 
 The loop does not depend on what is trained; that is defined by the task. Nor does it depend on Ray: `WorkerContext` says
 which worker this is, and takes over its checkpoints. In every step it makes one all-reduce of four
@@ -194,7 +194,8 @@ class TrainingLoop:
             is_validated = not is_last and self.step % config.validation.every == 0
             is_due = self.step % config.run.checkpoint_every == 0 or (is_validated and self.saves_validated)
             is_saved = is_last or self.must_save or is_due
-            if is_logged or is_saved or is_validated:
+            # DeepSpeed leaves out a step whose gradient is not finite, without a word.
+            if is_logged or is_saved or is_validated or not self.engine.was_step_applied():
                 self._report_steps(statistics)
             if is_validated:
                 self._validate(with_details=False)
@@ -283,32 +284,40 @@ class TrainingLoop:
         return found if isinstance(found, list) else [] if found is None else [found]
 
     def _report_steps(self, statistics: list[Statistics]) -> None:
-        """Read the losses since the last report, raise FatalTrainingError if one is not finite, and log the metrics."""
+        """Read the losses since the last report and the last gradient's norm, and log the metrics.
+
+        Raises:
+            FatalTrainingError: if one of them is not finite, which only beside other runs fails the run alone.
+        """
         self._collect_retries()
         losses = torch.stack(self.losses).double()  # (steps, runs)
         dist.all_reduce(losses)
         self.losses = []
         values, first = losses.cpu().numpy(), self.step - len(losses) + 1
         summaries: list[dict[str, float]] = [{} for _ in self.runs]
+        norms = [float(norm) for norm in gradient_norms(self.engine)]
         for number, run in enumerate(self.runs):
             own = values[:, number]
             run.last_loss = float(own[-1])
             for step, value in enumerate(own, start=first):
                 run.log("train", {"loss": float(value)}, step)
             if not np.isfinite(own).all() and not run.failure:
-                self._fail(run, first + int((~np.isfinite(own)).argmax()), first, own)
+                at = int((~np.isfinite(own)).argmax())
+                self._fail(run, first + at, f"the loss of step {first + at} is {own[at]}")
+            elif norms and not math.isfinite(norms[number]) and not run.failure:
+                self._fail(run, self.step, f"the gradient of step {self.step} has the norm {norms[number]}")
             if statistics and not run.failure:
                 dist.all_reduce(statistics[number].sums)
                 summaries[number] = statistics[number].summary()
         if not self.is_first:
             return
-        speed, norms = self._speed(), gradient_norms(self.engine)
+        speed = self._speed()
         for number, (run, summary) in enumerate(zip(self.runs, summaries, strict=True)):
             groups = [group for group in self.engine.optimizer.param_groups if group.get("run", 0) == number]
             figures = summary | speed
             figures |= {f"learning_rate/{group['name']}": group["lr"] for group in groups if "name" in group}
             if norms:
-                figures["gradient_norm"] = float(norms[number])
+                figures["gradient_norm"] = norms[number]
             run.log("train", figures, self.step)
         if self.progress:
             tau = [summary["tau_mean"] for summary in summaries if "tau_mean" in summary]
@@ -339,18 +348,17 @@ class TrainingLoop:
         self.retry_log.add(int(taken))
         return self.retry_log.total
 
-    def _fail(self, run: TrainedRun, step: int, first: int, losses: np.ndarray) -> None:
-        """Note that a run among others has failed by its loss of a step; raise FatalTrainingError if it is alone."""
-        value = losses[step - first]
+    def _fail(self, run: TrainedRun, step: int, cause: str) -> None:
+        """Note that a run among others has failed by its loss or gradient of a step; FatalTrainingError if it is alone."""
         if self.is_alone:
             size = self.config.optimizer.batch_size
             names = self.task.stream.names(range((step - 1) * size, step * size))
             raise FatalTrainingError(
-                f"the loss of step {step} is {value}; the last checkpoint, from before it, is intact. "
+                f"{cause}; the last checkpoint, from before it, is intact. "
                 f"What its batch held: {'; '.join(names)}. Lower optimizer.learning_rate_base or "
                 "optimizer.learning_rate_tempnet, or look at these data"
             )
-        run.failure = f"the loss of step {step} is {value}: lower optimizer.learning_rate_tempnet"
+        run.failure = f"{cause}: lower optimizer.learning_rate_tempnet"
         if self.progress:
             self.progress.say(f"{run.name}: {run.failure}; the others go on")
 

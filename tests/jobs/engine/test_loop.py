@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from deepspeed import DeepSpeedEngine
 from readme_support import write_task
 from safetensors.numpy import load_file
 
@@ -277,6 +278,30 @@ def test_the_last_model_is_exported_where_the_best_one_is_not(tmp_path: Path, is
     assert loop._validate(with_details=False)["run"]["best_rating"] == 0.5
     found = loop._validate(with_details=True)["run"]["best_rating"]
     assert (exported, found) == (([], 0.5) if is_there else (["last"], 0.3))
+
+
+def spoil_gradient(rank: int, world_size: int, spoiled_step: int) -> None:
+    """Have the gradient of a step be NaN, where the loss is as ever."""
+    backward = DeepSpeedEngine.backward
+
+    def spoiled(engine: Any, loss: torch.Tensor, **rest: Any) -> Any:
+        if engine.global_steps + 1 == spoiled_step:
+            loss = loss + (0.0 * next(engine.module.parameters()).sum()).sqrt()
+        return backward(engine, loss, **rest)
+
+    DeepSpeedEngine.backward = spoiled
+
+
+@pytest.mark.parametrize(("stage", "step"), [(0, 4), (2, 3)])
+def test_a_gradient_that_is_not_finite_ends_the_run_before_anything_is_saved(site: Site, stage: int, step: int) -> None:
+    """By itself DeepSpeed leaves such a step out under ZeRO 1 to 3, and makes all weights NaN under ZeRO 0."""
+    name, sections = f"spoiled-{stage}", {"workers": {"zero_stage": stage}, "run": {"log_every": 6}}
+    make = partial(make_plan, str(site.directory), name, sections)
+    with processes(1) as call:
+        call(spoil_gradient, step)
+        (result,) = call(train_plan, make, f"{site.directory}/{name}", {})
+    assert re.match(rf"the gradient of step {step} has the norm (nan|inf); the last checkpoint", result["fatal"])
+    assert not list(site.run(name).glob("checkpoint-*"))
 
 
 def test_a_run_starts_from_a_step_of_another_with_its_own_learning_rates(
