@@ -117,12 +117,8 @@ class Lease:
         while not self._stop.wait(self._seconds_between_beats):
             try:
                 held = self._read()
-                if held is None:
-                    # What is written into a new directory would be checkpoints without their configuration.
-                    self._is_gone = self._look_for_directory()
-                else:
-                    self._missing_since = 0.0
-                    self._was_claimed = self._was_claimed or exists(f"{self._directory}/configuration.json")
+                # What is written into a new directory would be checkpoints without their configuration.
+                self._is_gone = self._look_for_directory()
                 if held is not None and not self._is_mine(held):
                     self._lost_to = held
                 if self._is_gone or self._lost_to:
@@ -137,12 +133,16 @@ class Lease:
     def _look_for_directory(self) -> bool:
         """Return whether the directory is gone for good, and a new one in its place is of nobody.
 
-        A directory that is away, as a disk that is mounted again may be, has as long as an owner without heartbeats.
+        A directory that is away, as a disk that is mounted again may be, has as long as an owner without heartbeats. In an
+        object store the next heartbeat makes it anew.
         """
         if not exists(self._directory):
             self._missing_since = self._missing_since or time.monotonic()
             return time.monotonic() - self._missing_since > self._seconds_to_expire
-        return self._was_claimed and not exists(f"{self._directory}/configuration.json")
+        self._missing_since = 0.0
+        is_claimed = exists(f"{self._directory}/configuration.json")
+        self._was_claimed = self._was_claimed or is_claimed
+        return self._was_claimed and not is_claimed
 
     def _beat(self) -> None:
         self._num_beats += 1

@@ -9,15 +9,16 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from jobs.engine import lease
 from jobs.engine.lease import LEASE_FILE, Lease, LostRunError, RunIsTakenError, _machine, _process
-from pipelines.storage import read_json
+from pipelines.storage import read_json, write_json
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +85,28 @@ def test_a_run_whose_directory_is_deleted_ends(tmp_path: Path, comes_back: bool)
     with pytest.raises(LostRunError, match=rf"{run} is gone: it was deleted"):
         lose()
     assert not (run / LEASE_FILE).exists()
+
+
+def test_a_run_that_is_deleted_in_an_object_store_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a directory is what the names of files say, so that a heartbeat would bring it back."""
+    run = tmp_path / "run"
+
+    def write_as_a_store(uri: str, content: Mapping[str, Any]) -> None:
+        Path(uri).parent.mkdir(parents=True, exist_ok=True)
+        write_json(uri, content)
+
+    monkeypatch.setattr(lease, "write_json", write_as_a_store)
+
+    def lose() -> None:
+        with fast(run):
+            (run / "configuration.json").write_text("{}")
+            time.sleep(0.5)
+            shutil.rmtree(run)
+            with pytest.raises(KeyboardInterrupt):
+                time.sleep(10)
+
+    with pytest.raises(LostRunError, match=rf"{run} is gone: it was deleted"):
+        lose()
 
 
 def test_the_second_driver_is_refused_while_the_first_lives(tmp_path: Path, first: subprocess.Popen[bytes]) -> None:
