@@ -66,6 +66,11 @@ def start_ray() -> None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
+def starts_own_ray() -> bool:
+    """Return whether a job starts a Ray on this machine, as $RAY_ADDRESS names no cluster."""
+    return os.environ.get("RAY_ADDRESS", "") in ("", "local")
+
+
 def check_machine() -> str:
     """Check that a job can start a Ray of its own here, or that the cluster of $RAY_ADDRESS answers; return its address."""
     address = os.environ.get("RAY_ADDRESS", "")
@@ -239,7 +244,7 @@ def wait_for_nodes(bundles: list[dict[str, float]], have_come: Callable[[], bool
 
     A Ray that the job has started does not grow. Publicly, Ray does not say whether another cluster has an autoscaler.
     """
-    if os.environ.get("RAY_ADDRESS", "local") in ("", "local") or have_come():
+    if starts_own_ray() or have_come():
         return
     from ray.autoscaler.sdk import request_resources
 

@@ -443,9 +443,9 @@ def check_room(config: TrainingConfig, data_cpus: float) -> None:
     workers = config.workers
     if workers.local:
         raise ValueError("workers.local = True is for one training run: this job runs several, with Ray; leave it out")
-    if not os.environ.get("RAY_ADDRESS"):
-        from jobs.engine import cluster, ray_private
+    from jobs.engine import cluster, ray_private
 
+    if cluster.starts_own_ray():
         cluster.check_resources(
             num_workers=workers.min_workers,
             cpus_per_worker=workers.cpus_per_worker,

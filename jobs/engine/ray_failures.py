@@ -32,7 +32,7 @@ from ray.exceptions import (
 from ray.train import Checkpoint, FailureConfig, UserCallback
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 
-from jobs.engine.cluster import answers
+from jobs.engine.cluster import answers, starts_own_ray
 from jobs.engine.console import note_failure
 from jobs.engine.masking import masked
 from jobs.engine.ray_private import (
@@ -311,7 +311,7 @@ class HeadWatch:
                 f"lack of memory, or it crashed. To continue: {describe_continuation(self._directory)}"
             )
         # A Ray that the job has started itself is started by the command.
-        remedy = ", start the cluster again:" if os.environ.get("RAY_ADDRESS") else ":"
+        remedy = ":" if starts_own_ray() else ", start the cluster again:"
         return self._note(
             f"Ray's head at {self._address} does not answer: the cluster is lost, or its control service is. To continue"
             f"{remedy} {describe_continuation(self._directory)}"

@@ -137,6 +137,15 @@ def test_a_job_of_several_runs_is_not_done_in_this_process(change: Change) -> No
         check_room(change({"workers.local": True, "workers.num_workers": 1}), 0.0)
 
 
+def test_a_ray_of_the_jobs_own_is_checked_beforehand_however_it_is_asked_for(
+    change: Change, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setattr(ray_private, "local_resources", lambda: {"CPU": 0.5})
+    with pytest.raises(ValueError, match=r"CPUs are more than there are, this machine has 0\.5:"):
+        check_room(change({"workers.num_workers": 2}), 0.0)
+
+
 def make_config(tmp_path: Path, name: str, start_from: str = "", seed: int = 0, **sections: Any) -> TrainingConfig:
     run = RunSection(name=name, storage=str(tmp_path), num_steps=100, seed=seed, start_from=start_from)
     return TrainingConfig(run=run, **sections)
