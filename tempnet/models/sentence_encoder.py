@@ -38,6 +38,7 @@ from tempnet.contrastive.losses import ContrastiveOutput
 from tempnet.contrastive.state import World
 from tempnet.contrastive.unimodal import UnimodalLoss
 from tempnet.models.towers import load_tower
+from tempnet.network_config import read_json
 from tempnet.softmax.reference import IGNORE_INDEX
 
 # Models that number the positions of tokens from pad_token_id + 1 on.
@@ -150,8 +151,14 @@ class SentenceEncoder(nn.Module):
     def from_pretrained(cls, source: str | Path, *, autocast_dtype: torch.dtype | None = None) -> SentenceEncoder:
         """Load a saved sentence encoder, or any Transformers text encoder, from a directory or hub name.
 
-        A source that is no text encoder raises ValueError, which names it.
+        A source that is no text encoder raises ValueError, which names it, as does one that is not pooled by the mean.
         """
+        if (file := Path(source, "1_Pooling", "config.json")).is_file():
+            pooling = read_json(file)  # the older form has a field for every mode
+            if pooling.get("pooling_mode", "mean") != "mean" or not pooling.get("pooling_mode_mean_tokens", True):
+                raise ValueError(
+                    f"{source} does not pool its tokens by their mean ({file}), and nothing else is known here"
+                )
         return cls(load_tower(source, "text"), autocast_dtype=autocast_dtype)
 
 

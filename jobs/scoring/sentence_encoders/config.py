@@ -17,7 +17,7 @@ class EvaluateSentencesConfig(EvaluationConfig):
 
     models: tuple[str, ...]
     """Directories, URIs or hub names of the models: exports of `train_sentences`, or any Transformers text encoders, trained
-    or not. An embedding is the mean of the last hidden states, also where the directory names another pooling.
+    or not. An embedding is the mean of the last hidden states; a directory that names another pooling is refused.
     glove:FILE is the mean of word vectors from a text file, with a word and its numbers per line."""
     data: str = ""
     """SentEval's `data/downstream`, or its `data`, which has the probing tasks too. Empty: no tasks."""

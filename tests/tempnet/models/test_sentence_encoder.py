@@ -76,6 +76,10 @@ def test_what_is_saved_is_read_here_by_transformers_and_by_sentence_transformers
     assert [name for name, value in pooling.items() if value is True] == ["pooling_mode_mean_tokens"]
     with pytest.raises(ValueError, match="nowhere holds no Transformers model"):
         SentenceEncoder.from_pretrained(tmp_path / "nowhere")
+    loaded[1].pooling_mode = "cls"
+    loaded.save(str(tmp_path / "first"))
+    with pytest.raises(ValueError, match="first does not pool its tokens by their mean"):
+        SentenceEncoder.from_pretrained(tmp_path / "first")
 
 
 VOCABULARY, WIDTH, TOKENS = 50, 16, 9
