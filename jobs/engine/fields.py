@@ -85,7 +85,7 @@ def absolute_path(value: str) -> str:
     URIs, hub names and paths that do not exist are returned unchanged, unless they are patterns (`{0..3}`, `*`). A file
     keeps its own name even if it is a symbolic link, because the suffix tells the format.
     """
-    path = Path(value)
+    path = Path(os.path.expanduser(value))
     if not value or "://" in value or not path.exists():
         is_pattern = "://" not in value and bool({"{", "*"} & set(value))
         return str(path.absolute()) if is_pattern else value
@@ -291,7 +291,7 @@ def may_differ(name: str, held: object, own: object) -> bool:
     return bool(_FREE_FIELDS.fullmatch(name)) or (are_decimal and not name.startswith("data."))
 
 
-_EXPONENT = re.compile(r"[-+]?\d+e[-+]?\d+", re.IGNORECASE)
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)e[-+]?\d+", re.IGNORECASE)
 PRESET = "preset"
 """Key of a file that names the preset, which then need not be given on the command line."""
 
@@ -339,7 +339,7 @@ def apply_config_file(preset: Config, values: Mapping[str, Any], path: str) -> C
             f"--config {path}: the secret in {' and '.join(hidden)} was masked: write it into the file again"
         )
     for name, held, metadata in flat_fields(preset):
-        # YAML 1.1 reads 1e-4, which has no point, as a text.
+        # YAML 1.1 reads 1e-4, which has no point, and 1.5e4, which has no sign, as a text.
         if not isinstance(held, str) and _EXPONENT.fullmatch(value := str(given.get(name))):
             given[name] = float(value)
         if (other := metadata.get("alternative")) and given.get(name) is not None:

@@ -80,6 +80,9 @@ def test_only_what_exists_here_becomes_absolute(tmp_path: Any, monkeypatch: pyte
     assert absolute_path(f"{tmp_path}/blobs/../text.jsonl") == str(tmp_path / "text.jsonl")
     assert absolute_path(str(tmp_path / "data")) == str(tmp_path / "blobs")
 
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert [absolute_path(value) for value in ("~/model", "~/*.tar")] == [f"{tmp_path}/model", f"{tmp_path}/*.tar"]
+
 
 def test_what_a_run_writes_is_absolute_for_its_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -447,10 +447,14 @@ def test_a_configuration_is_saved_read_again_and_overridden(tmp_path: Path) -> N
     recorded.write_text(json.dumps(recorded_values(config)))
     assert recorded_values(parse(f"train_lm frozen-small --config {recorded}")) == recorded_values(config)
     sweep = tmp_path / "sweep.yaml"
-    sweep.write_text("base: {run: {num_steps: 7}, workers: {num_workers: 2:8}}\nsweep: {axes: [temperature.rho=1]}\n")
+    sweep.write_text(
+        "base: {run: {num_steps: 7}, workers: {num_workers: 2:8}, temperature: {rho: .2e1}}\n"
+        "sweep: {axes: [temperature.rho=1]}\n"
+    )
     changed = parse(f"sweep frozen-rho-lr-small --config {sweep}")
     assert (changed.base.run.num_steps, changed.sweep.axes) == (7, ("temperature.rho=1",))
-    assert changed.base.workers.num_workers == "2:8"  # in YAML 1.1 a number to the base 60
+    # In YAML 1.1 a number to the base 60 and a text.
+    assert (changed.base.workers.num_workers, changed.base.temperature.rho) == ("2:8", 2.0)
 
 
 @pytest.mark.parametrize(
