@@ -17,6 +17,7 @@ import yaml
 
 from jobs.engine.config import RunSection
 from jobs.studies.reproduction.experiments import EXPERIMENTS
+from jobs.studies.reproduction.report import UNSEEN
 from pipelines.storage import read_json, resolve, write_bytes
 
 _HEAD = """# The papers, table by table
@@ -109,7 +110,7 @@ def _verdict(found: Sequence[str], num_seeds: int, num_failed: int) -> str:
     seeds = f"{num_seeds} seed{'s' if num_seeds > 1 else ''}" + (f", {num_failed} runs FAILED" if num_failed else "")
     if not found:
         return f"no claim is tested at this scale ({seeds})"
-    verbs = {"holds": "hold", "does not hold": "do not", "cannot be seen at this scale": "cannot be told"}
+    verbs = {"holds": "hold", "does not hold": "do not", UNSEEN: "cannot be told"}
     parts = ", ".join(f"{number} {verb}" for verdict, verb in verbs.items() if (number := found.count(verdict)))
     first = "does not hold" if "does not hold" in found else "holds" if set(found) == {"holds"} else "cannot be told"
     return f"**{first}** ({seeds}; statements: {parts})"
@@ -120,5 +121,5 @@ def _statements(record: Mapping[str, Any]) -> Iterator[str]:
         yield from ("",) * (number > 0)
         yield from (f"| {study['title']} | found | bound | |", "|---|---|---|---|")
         for statement in study["statements"]:
-            verdict = statement["verdict"].removesuffix(" at this scale")
+            verdict = "cannot be told" if statement["verdict"] == UNSEEN else statement["verdict"]
             yield f"| {statement['text']} | {' | '.join(statement['as_text'])} | {verdict} |"
