@@ -7,9 +7,12 @@ the loss that it was trained with, the TempNet is compared with two rivals: the 
 
 from __future__ import annotations
 
+import base64
 import html
+import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +191,34 @@ def html_page(title: str, body: str) -> str:
     )
 
 
+def data_uri(data: bytes, kind: str) -> str:
+    """Return an image (png or jpeg) as the source of an `img` in a page."""
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+@contextmanager
+def picture(
+    path: Path | io.BytesIO,
+    num_rows: int = 1,
+    num_columns: int = 1,
+    *,
+    figsize: tuple[float, float],
+    title: str = "",
+    **options: Any,
+) -> Iterator[Any]:
+    """Draw the axes (num_rows, num_columns) of a picture within the block, then write it to a local file or a stream.
+
+    The title stands above all axes; `options` are those of Matplotlib's `Figure.subplots`.
+    """
+    from matplotlib.figure import Figure  # only where a picture is drawn, because it takes a second
+
+    figure = Figure(figsize, layout="constrained")
+    yield figure.subplots(num_rows, num_columns, squeeze=False, **options)
+    if title:
+        figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+
+
 def draw_curves(path: Path, tracked: TrackedRun, curves: Mapping[str, tuple[str, ...]], title: str) -> None:
     """Plot metrics over the steps in panels, two in a row; only warns, without a plot, if MLflow is unreachable."""
     histories = None
@@ -195,48 +226,32 @@ def draw_curves(path: Path, tracked: TrackedRun, curves: Mapping[str, tuple[str,
         histories = {key: metric_history(tracked, key) for keys in curves.values() for key in keys}
     if histories is None:
         return
-    plt = pyplot()
     num_rows = math.ceil(len(curves) / 2)
-    figure = plt.figure(figsize=(11, 3.5 * num_rows), layout="constrained")
-    for number, (heading, keys) in enumerate(curves.items(), start=1):
-        axes = figure.add_subplot(num_rows, 2, number)
-        for key in keys:
-            if history := histories[key]:
-                steps = sorted(history)
-                marker = "o" if key.startswith("validation") else None
-                axes.plot(steps, [history[step] for step in steps], label=key, marker=marker, markersize=4)
-        axes.set(title=heading, xlabel="step")
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend(fontsize=8)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    with picture(path, num_rows, 2, figsize=(11, 3.5 * num_rows), title=title) as panels:
+        for panel in panels.flat[len(curves) :]:
+            panel.set_axis_off()
+        for panel, (heading, keys) in zip(panels.flat, curves.items(), strict=False):
+            for key in keys:
+                if history := histories[key]:
+                    steps = sorted(history)
+                    marker = "o" if key.startswith("validation") else None
+                    panel.plot(steps, [history[step] for step in steps], label=key, marker=marker, markersize=4)
+            panel.set(title=heading, xlabel="step")
+            panel.grid(alpha=0.3)
+            if panel.lines:
+                panel.legend(fontsize=8)
 
 
 def draw_histogram(path: Path, outcome: Mapping[str, Any], *, band: tuple[float, float] | None = None) -> None:
     """Plot the shares of τ over [τ_min, τ_max] for each histogram of the outcome."""
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
-    for name, counts in outcome["histograms"].items():
-        edges = np.linspace(outcome["tau_min"], outcome["tau_max"], len(counts) + 1)
-        axes.stairs(np.array(counts) / max(1.0, sum(counts)), edges, fill=True, alpha=0.5, label=f"{name}s")
-    if band:
-        axes.axvspan(*band, alpha=0.12, color="green", label=f"band of mean τ, {band[0]:g} to {band[1]:g}")
-    axes.set(xlabel="τ", ylabel="share", title=f"{outcome['run']}: temperatures")
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def pyplot() -> Any:
-    """Return pyplot, which is imported only at the end of a run, because that takes a second."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
+    with picture(path, figsize=(7, 3.5)) as ((axes,),):
+        for name, counts in outcome["histograms"].items():
+            edges = np.linspace(outcome["tau_min"], outcome["tau_max"], len(counts) + 1)
+            axes.stairs(np.array(counts) / max(1.0, sum(counts)), edges, fill=True, alpha=0.5, label=f"{name}s")
+        if band:
+            axes.axvspan(*band, alpha=0.12, color="green", label=f"band of mean τ, {band[0]:g} to {band[1]:g}")
+        axes.set(xlabel="τ", ylabel="share", title=f"{outcome['run']}: temperatures")
+        axes.legend()
 
 
 def results(rows: Iterable[tuple[str, str]], outcome: Mapping[str, Any], unit: str) -> str:

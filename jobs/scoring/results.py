@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -205,23 +203,3 @@ def publish_findings(
     data_sets = {"evaluation": ("data", digest, source)}
     publish(config, output, write, uri=uri, name=title, digest=digest, metrics=metrics, note=table, data_sets=data_sets)
     print(f"\n{table}\n\n{conclusion}\n{output}/results.json, results.md and {plot_file}")
-
-
-@contextmanager
-def picture(path: Path | io.BytesIO, num_rows: int = 1, num_columns: int = 1, **options: Any) -> Iterator[Any]:
-    """Draw the axes (num_rows, num_columns) of a picture within the block, then write it to a local file or a stream.
-
-    `options` are those of `matplotlib.pyplot.subplots`, with `title` for a title above all axes.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    title = options.pop("title", "")
-    figure, axes = plt.subplots(num_rows, num_columns, squeeze=False, layout="constrained", **options)
-    yield axes
-    if title:
-        figure.suptitle(title)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from jobs.engine.config import TrackingSection
-from jobs.engine.report import markdown_table
+from jobs.engine.report import markdown_table, picture
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.analyses.config import Openness, TauMax
-from jobs.scoring.results import picture, publish_findings
+from jobs.scoring.results import publish_findings
 from jobs.scoring.units import absolute_output
 from pipelines.storage import join, read_json
 from tempnet.intervals import Interval, mean_interval

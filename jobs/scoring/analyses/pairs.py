@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from pyarrow.fs import FileSelector, FileType
 
-from jobs.engine.report import markdown_table
+from jobs.engine.report import markdown_table, picture
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.analyses.config import Noise, PairAnalysis, Phase
 from jobs.scoring.analyses.curves import Curves, show
-from jobs.scoring.results import picture, publish_findings
+from jobs.scoring.results import publish_findings
 from jobs.scoring.temperatures.config import PredictPairTemperaturesConfig
 from jobs.scoring.temperatures.pairs import (
     MODALITIES,

@@ -24,10 +24,10 @@ import pyarrow.parquet as pq
 import torch
 from pyarrow.fs import FileType
 
-from jobs.engine.report import markdown_table
+from jobs.engine.report import markdown_table, picture
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.analyses.config import Instructions, Subjectivity, TextAnalysis
-from jobs.scoring.results import picture, publish_findings
+from jobs.scoring.results import publish_findings
 from jobs.scoring.temperatures.config import PredictTemperaturesConfig
 from jobs.scoring.temperatures.texts import model_settings, predict_archives
 from jobs.scoring.text_parts import list_sources

@@ -11,8 +11,8 @@ from typing import Any
 from jobs.engine.cluster import start_ray
 from jobs.engine.config import RunSection, WorkersSection
 from jobs.engine.export import open_export
+from jobs.engine.report import picture
 from jobs.scoring.calibration.config import Rho
-from jobs.scoring.results import picture
 from jobs.tasks.base import resolve_paths
 from jobs.tasks.language_model.calibration import calibrate
 from jobs.tasks.language_model.config import DataSection, LanguageModelConfig, ModelSection, TemperatureSection

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from jobs.engine.export import model_digest
 from jobs.engine.fields import absolute_path, flatten
-from jobs.engine.report import markdown_table
+from jobs.engine.report import markdown_table, picture
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.analyses.config import Decoders
 from jobs.scoring.decoders.bench import (
@@ -30,7 +30,7 @@ from jobs.scoring.decoders.bench import (
 from jobs.scoring.decoders.model import SampledText
 from jobs.scoring.generation.formats import FORMATS, Prompt, read_prompts
 from jobs.scoring.generation.sampling import cut
-from jobs.scoring.results import picture, publish_findings
+from jobs.scoring.results import publish_findings
 from jobs.scoring.text_parts import list_sources
 from jobs.scoring.units import map_units, model_labels
 from jobs.tasks.base import naming_field

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from jobs.engine.cluster import start_ray
-from jobs.engine.report import markdown_table
+from jobs.engine.report import markdown_table, picture
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.results import picture, publish, write_results
+from jobs.scoring.results import publish, write_results
 from jobs.scoring.units import UnitStore, absolute_output, settings_digest
 from pipelines.storage import resolve
 from tempnet.headroom.features import FEATURE_SETS, Tokens

@@ -10,7 +10,6 @@ Shapes: n pairs of a part, m images of it, S pixels per side, d size of the embe
 
 from __future__ import annotations
 
-import base64
 import html
 import io
 import time
@@ -27,10 +26,9 @@ from PIL import Image
 from jobs.engine.cluster import start_ray
 from jobs.engine.export import tempnet_digest
 from jobs.engine.fields import absolute_path
-from jobs.engine.report import html_page, is_constant
+from jobs.engine.report import data_uri, html_page, is_constant, picture
 from jobs.scoring.config import PoolSection
 from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, Encoder, caption_encoder, pairs_record, resolve_pairs
-from jobs.scoring.results import picture
 from jobs.scoring.temperatures.config import SUMMARY_FILE, PredictPairTemperaturesConfig
 from jobs.scoring.units import Finished, UnitStore, check_pool, map_units, part_file, to_parquet
 from jobs.tasks.base import naming_field
@@ -305,7 +303,7 @@ def _label_section(label: str, samples: Samples, correlations: Mapping[str, Inte
     return (
         f"<h2>τ and {html.escape(label)}</h2>\n<p>Spearman's rank correlation, with its 95 % interval over "
         f"{len(values):,} images: {shown}. Captions of one image count once, with their mean τ.</p>\n"
-        f"<img src='{_data_uri(stream.getvalue(), 'png')}' alt='τ over {html.escape(label)}'>"
+        f"<img src='{data_uri(stream.getvalue(), 'png')}' alt='τ over {html.escape(label)}'>"
     )
 
 
@@ -349,9 +347,5 @@ def _thumbnails(ids: np.ndarray, source: PairSource) -> list[str]:
     for pixels in source.read_images(numbers):
         stream = io.BytesIO()
         Image.fromarray(np.asarray(pixels)).save(stream, "JPEG", quality=85)
-        uris.append(_data_uri(stream.getvalue(), "jpeg"))
+        uris.append(data_uri(stream.getvalue(), "jpeg"))
     return uris
-
-
-def _data_uri(data: bytes, kind: str) -> str:
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"

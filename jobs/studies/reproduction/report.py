@@ -20,19 +20,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from jobs.engine.report import markdown_table
 from jobs.studies.estimates import Estimate, estimate
 from jobs.studies.reproduction.experiments import Arm, Measure, Scores, Statement, Study, above
 from jobs.studies.reproduction.plan import Reproduction
 from jobs.studies.reproduction.scoring import History
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 Verdict = Literal["holds", "does not hold", "cannot be seen at this scale"]
 UNSEEN: Verdict = "cannot be seen at this scale"
@@ -285,7 +281,6 @@ def as_png(results: Sequence[StudyResult]) -> bytes | None:
     if figure is None:
         return None
     figure.savefig(content, format="png", dpi=110)
-    plt.close(figure)
     return content.getvalue()
 
 
@@ -308,7 +303,7 @@ def draw(results: Sequence[StudyResult]) -> Figure | None:
     found = [gain for result in results for gain in gains(result)]
     if len({gain.num_sentences for gain in found}) > 1:
         heights.append(4.0)
-    figure = plt.figure(figsize=(11, sum(heights)), layout="constrained")
+    figure = Figure((11, sum(heights)), layout="constrained")
     rows = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     for row, (result, measures, _) in zip(rows[: len(drawn)], drawn, strict=True):
         row.suptitle(result.study.title)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import io
 import math
@@ -10,15 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import matplotlib
 import numpy as np
-
-from jobs.engine.report import html_page, markdown_table
-from jobs.studies.sweeps.band_search import LOSS, TITLE, is_wide, loss_of
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+
+from jobs.engine.report import data_uri, html_page, markdown_table
+from jobs.studies.sweeps.band_search import LOSS, TITLE, is_wide, loss_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +136,8 @@ def as_page(title: str, rows: Sequence[Row], band: tuple[float, float]) -> str:
 def draw_axes(rows: Sequence[Row], band: tuple[float, float]) -> Figure:
     """Draws mean τ, with the band, and the loss over every axis; lines join trials that differ only in that axis."""
     axes = list(rows[0].point)
-    figure, panels = plt.subplots(2, len(axes), figsize=(5.5 * len(axes), 7), layout="constrained", squeeze=False)
+    figure = Figure((5.5 * len(axes), 7), layout="constrained")
+    panels = figure.subplots(2, len(axes), squeeze=False)
     for column, axis in enumerate(axes):
         groups = _group(rows, axis)
         for line, group in groups.items():
@@ -167,7 +163,8 @@ def draw_axes(rows: Sequence[Row], band: tuple[float, float]) -> Figure:
 
 def draw_steps(rows: Sequence[Row], band: tuple[float, float]) -> Figure:
     """Draws mean τ, with the band, and the loss of every trial over its validations."""
-    figure, (above, below) = plt.subplots(2, 1, figsize=(11, 7), layout="constrained", sharex=True)
+    figure = Figure((11, 7), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
     for row in rows:
         steps = [step for step, _, _ in row.history]
         above.plot(steps, [tau for _, tau, _ in row.history], ".-", label=row.name)
@@ -186,7 +183,8 @@ def draw_parallel(rows: Sequence[Row], best: Row | None) -> Figure:
     """Draws a line per trial through its axes, mean τ and loss, each with its own scale; green: in the band."""
     columns = [*rows[0].point, "mean τ", TITLE]
     shown = [row for row in rows if math.isfinite(row.tau_mean) and math.isfinite(row.loss)]
-    figure, panel = plt.subplots(figsize=(11, 4), layout="constrained")
+    figure = Figure((11, 4), layout="constrained")
+    panel = figure.subplots()
     heights = []
     for number, values in enumerate(
         zip(*((*row.point.values(), row.tau_mean, row.loss) for row in shown), strict=True)
@@ -208,9 +206,7 @@ def draw_parallel(rows: Sequence[Row], best: Row | None) -> Figure:
 def _embed(figure: Figure, description: str) -> str:
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=110)
-    plt.close(figure)
-    encoded = base64.b64encode(content.getvalue()).decode()
-    return f"<img alt='{html.escape(description)}' src='data:image/png;base64,{encoded}'>"
+    return f"<img alt='{html.escape(description)}' src='{data_uri(content.getvalue(), 'png')}'>"
 
 
 def _group(rows: Sequence[Row], axis: str) -> dict[str, list[Row]]:

@@ -16,7 +16,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from jobs.engine.metrics import TrackedRun
-from jobs.engine.report import draw_curves, draw_histogram, html_page, pyplot, results
+from jobs.engine.report import draw_curves, draw_histogram, html_page, results
 from pipelines.text.tokenization import added_text, token_pieces
 from tempnet.softmax.config import LOSS_KINDS
 
@@ -191,6 +191,8 @@ def _list(values: Sequence[float], digits: int) -> str:
 
 def _colour(share: float) -> str:
     """Return the colour for a share in [0, 1]: from blue (low τ) through white to red (high τ)."""
+    from matplotlib import colormaps  # only where a page is written, because it takes a second
+
     share = min(1.0, max(0.0, float(share)))
-    red, green, blue, _ = pyplot().get_cmap("coolwarm")(0.12 + 0.76 * share)
+    red, green, blue, _ = colormaps["coolwarm"](0.12 + 0.76 * share)
     return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
