@@ -6,10 +6,9 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from jobs.engine.config import RunSection, TrackingSection
-from jobs.engine.fields import FREE_TO_CHANGE, PATH
-from jobs.scoring.config import OutputConfig, PoolSection, check_least, check_named
+from jobs.scoring.config import OutputConfig, check_least, check_named
+from jobs.scoring.reward.config import RewardedTexts
 from jobs.scoring.temperatures.config import TextReadingConfig
-from jobs.scoring.verifiers.verifier import VerifierSection
 
 _OF_TEXT = (
     "tokens_per_document", "end_of_document", "max_documents", "context_length", "stride", "text_field", "part_characters",
@@ -105,39 +104,18 @@ class Headroom(TextReadingConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardHeadroom(OutputConfig):
-    """Measure what temperatures could gain of a verifier's reward over the best constant; nothing is trained."""
+class RewardHeadroom(RewardedTexts, OutputConfig):
+    """Measure what temperatures could gain of a verifier's reward over the best constant; nothing is trained.
 
-    model: str = field(metadata=PATH)
-    """Directory, URI or hub name of a Transformers causal LM."""
-    prompts: str = field(metadata=PATH)
-    """The file of prompts, a path or URI, in the format that `--format` names. The interval is over prompts."""
-    verifier: VerifierSection
+    The interval is over prompts.
+    """
+
     output: str = "headroom"
     """Directory or URI of headroom.json and what was measured. A repeated run measures only what is missing."""
     least_gain: float = 1.0
     """Gain of reward, in hundredths, that the verdict calls worth it if the whole interval lies above."""
-    format: Literal["text", "gsm8k"] = "text"
-    """Format of the prompts, as for `jobs.train_reward`."""
-    reward: Literal["each", "distinct"] = "each"
-    """each: every text earns its reward. distinct: of texts that are the same but for white space, the best earns it once."""
     texts_per_prompt: int = 16
     """Number of texts of every prompt at each of 35 temperatures, even, at least 4."""
-    max_new_tokens: int = 256
-    """Maximum number of new tokens per text."""
-    seed: int = 0
-    """Random seed of the texts."""
-    limit: int = 0
-    """Use only this many prompts, the first ones of the file; 0: all."""
-    prompts_at_a_time: int = field(default=1, metadata=FREE_TO_CHANGE)
-    """Number of prompts whose texts a worker generates as one batch."""
-    chat: Literal["auto", "on", "off"] = "auto"
-    """Whether to put prompts into the tokenizer's chat template. auto: if the tokenizer has one."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Data type of the model."""
-    trust_remote_code: bool = False
-    """Allow Transformers to run code that is shipped with the model."""
-    workers: PoolSection = field(default_factory=PoolSection)
     tracking: TrackingSection = field(default_factory=lambda: TrackingSection(experiment="headroom"))
 
     def __post_init__(self) -> None:

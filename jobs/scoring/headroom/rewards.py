@@ -21,13 +21,13 @@ from typing import Any
 
 from jobs.engine.cluster import start_ray
 from jobs.engine.command_line import as_typed
-from jobs.engine.fields import flatten
+from jobs.engine.fields import flatten, values_of
 from jobs.engine.report import markdown_table
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.generation.sampling import TemperatureRule
 from jobs.scoring.headroom.config import RewardHeadroom
 from jobs.scoring.results import publish, write_results
-from jobs.scoring.reward.config import RewardConfig, RewardTemperatureSection
+from jobs.scoring.reward.config import RewardConfig, RewardedTexts, RewardTemperatureSection
 from jobs.scoring.reward.job import describe_losses, points
 from jobs.scoring.reward.plan import CONSTANTS, RewardPlan, make_plan
 from jobs.scoring.reward.rollouts import RunOrders, Temperature, work_in_pool
@@ -80,11 +80,7 @@ def measure_reward_headroom(config: RewardHeadroom) -> dict[str, Any]:
 
 def training_config(config: RewardHeadroom) -> RewardConfig:
     """Return the configuration of training on rewards that has the same fields."""
-    names = (
-        "model", "prompts", "verifier", "storage", "format", "reward", "max_new_tokens", "seed", "limit",
-        "prompts_at_a_time", "chat", "dtype", "trust_remote_code", "workers",
-    )  # fmt: skip
-    return RewardConfig(**{name: getattr(config, name) for name in names})
+    return RewardConfig(storage=config.storage, **values_of(config, RewardedTexts))
 
 
 def plan_of(config: RewardHeadroom) -> RewardPlan:

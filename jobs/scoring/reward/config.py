@@ -75,15 +75,42 @@ class LeashSection:
             raise ValueError(f"leash.{error}") from None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardConfig:
-    """The model, the prompts, the verifier, the leash and the TempNet that learns."""
+@dataclass(frozen=True, kw_only=True)  # without slots, so that a class can inherit from other slotted ones too
+class RewardedTexts:
+    """Texts that a model writes for prompts, and how a verifier rewards them."""
 
     model: str = field(metadata=PATH)
     """Directory, URI or hub name of a Transformers causal LM, which stays as it is."""
     prompts: str = field(metadata=PATH)
     """The file of prompts, a path or URI, in the format that `--format` names."""
     verifier: VerifierSection
+    format: Literal["text", "gsm8k"] = "text"
+    """Format of the prompts. text: `.txt` with one prompt per line, or JSONL with `prompt`, optionally `id`, and what the
+    verifier compares with. gsm8k: the file of that benchmark, asked with eight worked examples."""
+    reward: Literal["each", "distinct"] = "each"
+    """each: every text earns its reward. distinct: of texts that are the same but for white space, the best earns it
+    once, so that variety pays."""
+    max_new_tokens: int = 256
+    """Maximum number of new tokens per text."""
+    seed: int = 0
+    """Random seed of the texts; in training, of the TempNet's weights and the order of the prompts too."""
+    limit: int = 0
+    """Use only this many prompts, the first ones of the file; 0: all."""
+    prompts_at_a_time: int = field(default=1, metadata=FREE_TO_CHANGE)
+    """Number of prompts whose texts a worker generates as one batch."""
+    chat: Literal["auto", "on", "off"] = "auto"
+    """Whether to put prompts into the tokenizer's chat template. auto: if the tokenizer has one."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Data type of the base model. A TempNet always computes in float32."""
+    trust_remote_code: bool = False
+    """Allow Transformers to run code that is shipped with the model."""
+    workers: PoolSection = field(default_factory=PoolSection)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardConfig(RewardedTexts):
+    """The model, the prompts, the verifier, the leash and the TempNet that learns."""
+
     held_out_prompts: str = field(default="", metadata=PATH)
     """A file of prompts in the same format that nothing is learned from: the verdict is about them. If empty: a share of
     the prompts."""
@@ -94,41 +121,20 @@ class RewardConfig:
     """Name of the run, and of its directory in storage. Starting a run of the same name again continues it."""
     storage: str = field(default="", metadata=FREE_TO_CHANGE)
     """Directory or URI of runs and the MLflow store. Default: $TEMPNET_HOME, else ./runs."""
-    format: Literal["text", "gsm8k"] = "text"
-    """Format of the prompts. text: `.txt` with one prompt per line, or JSONL with `prompt`, optionally `id`, and what the
-    verifier compares with. gsm8k: the file of that benchmark, asked with eight worked examples."""
-    reward: Literal["each", "distinct"] = "each"
-    """each: every text earns its reward. distinct: of texts that are the same but for white space, the best earns it
-    once, so that variety pays."""
     num_steps: int = 200
     """Number of optimizer steps; over the last fifth the learning rate falls to 0 linearly."""
     prompts_per_step: int = 8
     """Number of prompts per step, each with a group of texts."""
     group_size: int = 16
     """Number of texts per prompt and step, at least 2: a text is compared with the others of its group."""
-    max_new_tokens: int = 256
-    """Maximum number of new tokens per text."""
     learning_rate: float = 3e-2
     """Learning rate of the TempNet at the first step."""
     max_grad_norm: float = 1.0
     """Maximum L2 norm to which the gradient is clipped."""
-    seed: int = 0
-    """Random seed of the TempNet's weights, the order of the prompts and the texts."""
-    limit: int = 0
-    """Use only this many prompts, the first ones of the file; 0: all."""
-    prompts_at_a_time: int = field(default=1, metadata=FREE_TO_CHANGE)
-    """Number of prompts whose groups a worker generates as one batch."""
     checkpoint_every: int = field(default=10, metadata=FREE_TO_CHANGE)
     """Steps between checkpoints; one more is written after the last step."""
-    chat: Literal["auto", "on", "off"] = "auto"
-    """Whether to put prompts into the tokenizer's chat template. auto: if the tokenizer has one."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Data type of the base model. The TempNet always computes in float32."""
-    trust_remote_code: bool = False
-    """Allow Transformers to run code that is shipped with the model."""
     leash: LeashSection = field(default_factory=LeashSection)
     temperature: RewardTemperatureSection = field(default_factory=RewardTemperatureSection)
-    workers: PoolSection = field(default_factory=PoolSection)
     tracking: TrackingSection = field(default_factory=lambda: TrackingSection(experiment="reward"))
 
     def __post_init__(self) -> None:
