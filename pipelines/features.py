@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import ClassVar, Self
 
 import numpy as np
 import pyarrow as pa
@@ -174,14 +175,45 @@ def features_directory(root: str, data: Manifest | ImageManifest, **settings: ob
     return f"{root}/features-{compute_digest([_VERSION, data.digest, dict(sorted(settings.items()))])}"
 
 
+@dataclass(frozen=True, kw_only=True)  # without slots, which leave no place for class variables
+class _Stored:
+    """Description of what is stored of a data set; its manifest holds the fields of the class beside directory and data."""
+
+    noun: ClassVar[str]
+    """What is stored, in messages and in the manifest."""
+    data: ClassVar[str]
+    """Name of the field that holds the data set."""
+
+    directory: str
+
+    def save(self, base_digest: str) -> None:
+        """Write the manifest, whose presence marks what is stored as complete."""
+        data = getattr(self, self.data)
+        sizes = {
+            item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("directory", self.data)
+        }
+        content = {self.noun: sizes | {"base_digest": base_digest}, self.data: data.directory}
+        write_manifest(self.directory, {"version": _VERSION, **content, f"{self.data}_digest": data.digest})
+
+    @classmethod
+    def load(cls, directory: str, data: Manifest | ImageManifest) -> Self:
+        """Read the manifest; FileNotFoundError if what is stored is not complete, ValueError if it is of other data."""
+        content = read_manifest(directory, noun=cls.noun, field=cls.noun, version=_VERSION)
+        if content[f"{cls.data}_digest"] != data.digest:
+            raise ValueError(f"{directory} holds the {cls.noun} of other {cls.data}: prepare them again")
+        sizes = {name: value for name, value in content[cls.noun].items() if name != "base_digest"}
+        return cls(directory=directory, **{cls.data: data}, **sizes)
+
+
 # ---- text ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Features:
+@dataclass(frozen=True, kw_only=True)
+class Features(_Stored):
     """Description of the stored features of a text."""
 
-    directory: str
+    noun, data = "features", "text"
+
     text: Manifest
     hidden_size: int
     """d, the number of numbers per token."""
@@ -214,24 +246,6 @@ class Features:
             f"{describe_bytes(blocks.num_bytes)}: {self.text.num_rows * num_tokens:,} tokens × "
             f"{blocks.bytes_per_row / num_tokens:,.0f} bytes (hidden size {self.hidden_size} in bfloat16, and the target)"
         )
-
-    def save(self, base_digest: str) -> None:
-        """Write the manifest, whose presence marks the features as complete."""
-        content = {
-            "version": _VERSION,
-            "features": {"hidden_size": self.hidden_size, "base_digest": base_digest},
-            "text": self.text.directory,
-            "text_digest": self.text.digest,
-        }
-        write_manifest(self.directory, content)
-
-    @classmethod
-    def load(cls, directory: str, text: Manifest) -> Features:
-        """Read the manifest of features; FileNotFoundError if they are not complete, ValueError if of another text."""
-        content = read_manifest(directory, noun="features", field="features", version=_VERSION)
-        if content["text_digest"] != text.digest:
-            raise ValueError(f"{directory} holds the features of another text: prepare them again")
-        return cls(directory=directory, text=text, hidden_size=content["features"]["hidden_size"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,11 +284,12 @@ def read_feature_range(features: Features, start: int, stop: int) -> Batch:
 # ---- pairs -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairEmbeddings:
+@dataclass(frozen=True, kw_only=True)
+class PairEmbeddings(_Stored):
     """Description of the stored embeddings of a data set of pairs."""
 
-    directory: str
+    noun, data = "embeddings", "pairs"
+
     pairs: ImageManifest
     embedding_size: int
     """d, the number of dimensions."""
@@ -320,30 +335,6 @@ class PairEmbeddings:
             f"{self.pairs.num_pairs:,} captions × {self.captions.bytes_per_row:,} bytes "
             f"(embeddings of {self.embedding_size} in float32, of the central view of every image)"
         )
-
-    def save(self, base_digest: str) -> None:
-        """Write the manifest, whose presence marks the embeddings as complete."""
-        content = {
-            "version": _VERSION,
-            "embeddings": {
-                "embedding_size": self.embedding_size,
-                "image_size": self.image_size,
-                "num_text_tokens": self.num_text_tokens,
-                "base_digest": base_digest,
-            },
-            "pairs": self.pairs.directory,
-            "pairs_digest": self.pairs.digest,
-        }
-        write_manifest(self.directory, content)
-
-    @classmethod
-    def load(cls, directory: str, pairs: ImageManifest) -> PairEmbeddings:
-        """Read the manifest of embeddings; FileNotFoundError if not complete, ValueError if they belong to other pairs."""
-        content = read_manifest(directory, noun="embeddings", field="embeddings", version=_VERSION)
-        if content["pairs_digest"] != pairs.digest:
-            raise ValueError(f"{directory} holds the embeddings of other pairs: prepare them again")
-        sizes = {name: value for name, value in content["embeddings"].items() if name != "base_digest"}
-        return cls(directory=directory, pairs=pairs, **sizes)
 
     def read_held_out(self, num_images: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the embeddings of the first images (num_images, d) and of all m captions of these (m, d), for validation.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from jobs.engine.config import RunSection, TrackingSection
+from jobs.engine.config import TrackingSection
 from jobs.scoring.config import OutputConfig, check_least, check_named
 from jobs.scoring.reward.config import RewardedTexts
 from jobs.scoring.temperatures.config import TextReadingConfig
@@ -17,7 +17,7 @@ _OF_IMAGES = ("key_dot", "captions", "splits", "gallery_images", "gallery_seed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Headroom(TextReadingConfig):
+class Headroom(TextReadingConfig, OutputConfig):
     """Measure what a temperature per token, image or caption could gain over the best constant; nothing is trained.
 
     With --verifier.name the gain is one of reward, on --prompts: --verifier.name NAME --help lists these options.
@@ -63,16 +63,13 @@ class Headroom(TextReadingConfig):
     """Characters per part of the text. A part is measured, written and resumed as a unit."""
     key_dot: Literal["first", "last"] = "first"
     """Dot of a member's name in a tar at which the key of its sample ends: webdataset's is the first."""
-    storage: str = ""
-    """Directory or URI of the MLflow store. Default: $TEMPNET_HOME, else ./runs."""
     tracking: TrackingSection = field(default_factory=lambda: TrackingSection(experiment="headroom"))
 
     def __post_init__(self) -> None:
         self._check_data()
         TextReadingConfig.__post_init__(self)
         check_least(self, folds=3, gallery_images=3, gallery_seed=0, tokens_per_document=1, least_gain=0)
-        check_named(self, output="a directory or URI for the results")
-        _ = self.run.resolved_storage
+        OutputConfig.__post_init__(self)
 
     def _check_data(self) -> None:
         """Check that there is one kind of data, and that no field is set that only the other kind reads (ValueError)."""
@@ -96,11 +93,6 @@ class Headroom(TextReadingConfig):
             raise ValueError(
                 f"workers.device_map = {self.workers.device_map} spreads language models only: leave it out with images"
             )
-
-    @property
-    def run(self) -> RunSection:
-        """Name and storage as the section that training runs use, checked by the same rules."""
-        return RunSection(name="headroom", storage=self.storage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

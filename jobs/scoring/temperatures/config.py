@@ -11,7 +11,7 @@ SUMMARY_FILE = "_summary.json"
 """Totals over all parts, beside them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots, so that a class can inherit from other slotted ones too
 class TextReadingConfig:
     """How the documents of a text are read by a language model."""
 
