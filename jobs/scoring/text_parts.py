@@ -11,8 +11,8 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from jobs.engine.export import model_digest
-from jobs.engine.fields import absolute_path
+from jobs.engine.fields import absolute_path, values_of
 from jobs.scoring.config import PoolSection
 from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.temperatures.config import PredictTemperaturesConfig
@@ -36,6 +36,7 @@ from pipelines.text.tokenization import document_start_id, load_tokenizer, token
 from pipelines.text.windows import ReadingWindow, batches, default_stride, windows_of
 
 logger = logging.getLogger(__name__)
+_NOT_RECORDED = ("config", "known_text")
 _READ_SCHEMA = pa.schema({"key": pa.string(), "token_ids": pa.list_(pa.int32())})
 
 
@@ -60,28 +61,25 @@ def list_sources(uri: str) -> list[Archive]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSettings:
-    """How a text is read for a model. Local paths are absolute, because a worker has its own working directory."""
+    """How a text is read for a model."""
 
     format_version: ClassVar[int] = 2
     """Increased whenever the same settings would make other tables."""
-    source: str
-    model: str
-    text_field: str
-    max_documents: int
-    part_characters: int
-    context_length: int
-    stride: int
-    batch_size: int
-    precision: Literal["fp32", "bf16", "int8", "fp8"]
+    own_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields of the configuration that decide the tables, beside those of how a text is read."""
+    config: Any
+    """The configuration, without lengths that are left to the model. Local paths are absolute, because a worker has its own
+    working directory."""
     bos_id: int
     model_digest: str
     tokenizer_digest: str
 
     def record(self, archives: list[Archive]) -> dict[str, Any]:
         """Returns everything that decides the tables, as a flat mapping, without file locations and the batch size."""
-        left_out = ("source", "model", "tempnet", "batch_size", "known_text")
-        values = {name: value for name, value in asdict(self).items() if name not in left_out}
-        root = resolve_source(self.source)[1]
+        names = ("text_field", "max_documents", "part_characters", "context_length", "stride", "precision")
+        values = {name: getattr(self.config, name) for name in names + self.own_fields}
+        values |= {name: value for name, value in values_of(self, type(self)).items() if name not in _NOT_RECORDED}
+        root = resolve_source(self.config.text)[1]
         versions = {
             f"archive {relative(archive.path, root)} (bytes, modified)": [archive.num_bytes, archive.modified_ns]
             for archive in archives
@@ -107,13 +105,9 @@ def text_options(
     stride = config.stride or default_stride(context_length)
     if stride > context_length:
         raise ValueError(f"stride = {stride} must lie in 1 … {context_length}, the context length")
-    names = ("text_field", "max_documents", "part_characters", "batch_size", "precision")
+    places = {"text": absolute_path(config.text), "model": absolute_path(config.model)}
     return {
-        **{name: getattr(config, name) for name in names},
-        "source": absolute_path(config.text),
-        "model": absolute_path(config.model),
-        "context_length": context_length,
-        "stride": stride,
+        "config": replace(config, **places, context_length=context_length, stride=stride),
         "bos_id": document_start_id(tokenizer),
         "model_digest": model_digest(config.model),
         "tokenizer_digest": tokenizer_digest(tokenizer),
@@ -125,12 +119,9 @@ def read_in_batches(
 ) -> Iterator[tuple[list[ReadingWindow], Tensor, Tensor, Tensor]]:
     """Yields the windows of documents (n,) in batches, with what a model reads; padding is on the right."""
     streams = [torch.from_numpy(np.concatenate([[settings.bos_id], ids]).astype(np.int64)) for ids in documents]
-    windows = [
-        window
-        for number, ids in enumerate(documents)
-        for window in windows_of(number, len(ids), context_length=settings.context_length, stride=settings.stride)
-    ]
-    for batch in batches(windows, settings.batch_size):
+    lengths = {"context_length": settings.config.context_length, "stride": settings.config.stride}
+    windows = [window for number, ids in enumerate(documents) for window in windows_of(number, len(ids), **lengths)]
+    for batch in batches(windows, settings.config.batch_size):
         shape = len(batch), max(window.num_positions for window in batch)
         input_ids, targets = torch.full(shape, settings.bos_id), torch.zeros(shape, dtype=torch.long)
         is_new = torch.zeros(shape, dtype=torch.bool)
@@ -196,7 +187,7 @@ def map_archives(
         print(
             f"{output} holds {len(done)} parts; {len(archives) - len(missing)} of {len(archives)} archives are complete"
         )
-    root = resolve_source(settings.source)[1]
+    root = resolve_source(settings.config.text)[1]
     names = [relative(archive.path, root) for archive in archives]
 
     def read(number: int) -> Iterator[Part]:
@@ -205,7 +196,7 @@ def map_archives(
     outcome = map_units(missing, model, workers, store, read=read, title=names.__getitem__, noun="tokens")
     outcome.check()
     records = [record for number in range(len(archives)) if (record := ReadArchive.load(output, number)) is not None]
-    check_problems(settings.source, [record.entry for record in records], max_bad_share, field="max_bad_share")
+    check_problems(settings.config.text, [record.entry for record in records], max_bad_share, field="max_bad_share")
     return records, outcome
 
 
@@ -220,13 +211,14 @@ def read_parts(
 
     At the end of the archive, its `ReadArchive` is saved.
     """
-    tokenizer = load_tokenizer(settings.model)
+    config = settings.config
+    tokenizer = load_tokenizer(config.model)
     problems: Counter[str] = Counter()
     examples: list[str] = []
     num_documents = num_parts = 0
-    source = relative(archive.path, resolve_source(settings.source)[1])
-    documents = readable_documents(settings.source, archive, settings.text_field, problems, examples)
-    for group in _groups(itertools.islice(documents, settings.max_documents or None), settings.part_characters):
+    source = relative(archive.path, resolve_source(config.text)[1])
+    documents = readable_documents(config.text, archive, config.text_field, problems, examples)
+    for group in _groups(itertools.islice(documents, config.max_documents or None), config.part_characters):
         if part_file(number, num_parts) not in done:
             yield Part(number, num_parts, source, tokenise(group, tokenizer))
         num_documents += len(group)

@@ -178,8 +178,8 @@ def analyse(config: TextAnalysis, records: Records, title: str) -> dict[str, Any
     record = settings.record([]) | {"analysis": title, "records": settings_digest({"lines": lines})}
     temperatures = join(output, "temperatures")
     UnitStore(temperatures).claim(record)
-    write_bytes(settings.source, lines.encode())
-    archives = list_sources(settings.source)
+    write_bytes(settings.config.text, lines.encode())
+    archives = list_sources(settings.config.text)
     predict_archives(settings, archives, temperatures, config.workers, max_bad_share=config.max_bad_share)
     means = read_means(temperatures)
     groups = [records.records[number][1] for number in sorted(means)]

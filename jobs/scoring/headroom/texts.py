@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,8 +57,7 @@ FEATURES = {"scalars": "scalars of the logits", "hidden": "hidden state", "both"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadroomSettings(TextSettings):
-    format_version: ClassVar[int] = 2
-    tokens_per_document: int
+    own_fields = ("tokens_per_document",)
     vocab_size: int
     eos_id: int
     known_text: tuple[str, ...]
@@ -87,7 +86,6 @@ def resolve_settings(config: Headroom) -> tuple[HeadroomSettings, list[Archive]]
     _check_number_of_documents(config, archives)
     return HeadroomSettings(
         **options,
-        tokens_per_document=config.tokens_per_document,
         vocab_size=len(tokenizer),
         eos_id=int(tokenizer.eos_token_id),
         known_text=tuple(warn_of_known_text(config.model, config.text, archives, field="text")),
@@ -112,10 +110,10 @@ def _check_number_of_documents(config: Headroom, archives: list[Archive]) -> Non
 
 class Measurer(TokenReader):
     def __init__(self, settings: HeadroomSettings, *, use_gpu: bool = False, device_map: DeviceMap = None) -> None:
-        options = loading_options(settings.precision) | {"device_map": device_map}
-        base = load_base(local_copy(settings.model), fetch=local_copy, **options).eval()
+        options = loading_options(settings.config.precision) | {"device_map": device_map}
+        base = load_base(local_copy(settings.config.model), fetch=local_copy, **options).eval()
         super().__init__(settings, base, settings.vocab_size, use_gpu=use_gpu)
-        self._limit, self._end = settings.tokens_per_document, settings.eos_id
+        self._limit, self._end = settings.config.tokens_per_document, settings.eos_id
 
     def __call__(self, part: Part) -> Finished:
         """Make the table of a part, with one row per token.
@@ -156,7 +154,7 @@ class TextMeasurement:
 
     @property
     def source(self) -> str:
-        return self.settings.source
+        return str(self.settings.config.text)
 
     @property
     def warning(self) -> str:
@@ -191,12 +189,12 @@ class TextMeasurement:
 
     def command(self, test: HeadroomTest, question: Question) -> str:
         """Returns the command that trains a TempNet for what the test has found, on four fifths of the text."""
-        settings = self.settings
+        settings = self.settings.config
         is_fp32 = settings.precision == "fp32"
         options = {
             "run.name": f"{model_labels([settings.model])[0]}-tempnet",
             "model.path": settings.model,
-            "data.train": settings.source,
+            "data.train": settings.text,
             "data.validation": "",
             "data.context-length": str(min(settings.context_length, settings.tokens_per_document)),
             "data.end-of-document": "target" if question.with_end else "ignored",

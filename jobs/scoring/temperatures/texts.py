@@ -72,9 +72,7 @@ _UNIT = "temperature, dimensionless"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionSettings(TextSettings):
-    tempnet: str
-    with_entropy: bool
-    per_token: bool
+    own_fields = ("with_entropy", "per_token")
     tau_min: float
     tau_max: float
     """The range of τ at inference is [tau_min, tau_max]."""
@@ -104,11 +102,9 @@ def model_settings(config: PredictTemperaturesConfig) -> PredictionSettings:
         raise ValueError(
             f"the TempNet was built for a vocabulary of {size}, {config.model} has {base.vocab_size} logits"
         )
+    config = replace(config, tempnet=absolute_path(config.tempnet or config.model))
     return PredictionSettings(
         **text_options(config, tokenizer, base),
-        tempnet=absolute_path(config.tempnet or config.model),
-        with_entropy=config.with_entropy,
-        per_token=config.per_token,
         tau_min=network.config.tau_min,
         tau_max=network.config.inference_tau_max,
         tempnet_digest=tempnet_digest(network),
@@ -190,14 +186,14 @@ class Predictor(TokenReader):
         self, settings: PredictionSettings, *, use_gpu: bool = False, device_map: DeviceMap = None, at_tau: bool = False
     ) -> None:
         base, network = load_causal_lm(
-            local_copy(settings.model),
-            local_copy(settings.tempnet),
-            dtype=settings.precision,
+            local_copy(settings.config.model),
+            local_copy(settings.config.tempnet),
+            dtype=settings.config.precision,
             device_map=device_map,
             fetch=local_copy,
         )
         super().__init__(settings, base, network.config.input_size, use_gpu=use_gpu)
-        self._with_entropy, self._at_tau = settings.with_entropy, at_tau
+        self._with_entropy, self._at_tau = settings.config.with_entropy, at_tau
         self._tempnet: TempNet = network.to(self._device)
         self._fold = CachedFold.of(base, network) if can_fold(base, network) else None
 
@@ -208,7 +204,7 @@ class Predictor(TokenReader):
             predicted = torch.cat([self._figures(chunk) for chunk in chunks], dim=-1).cpu().numpy()
             if bad := int((~np.isfinite(predicted[0])).sum()):
                 raise ValueError(
-                    f"model = {self._settings.model!r}: τ of {bad} of {predicted.shape[1]} tokens is not finite"
+                    f"model = {self._settings.config.model!r}: τ of {bad} of {predicted.shape[1]} tokens is not finite"
                 )
             ends = np.cumsum([window.stop - window.first for window in windows])
             for window, part in zip(windows, np.split(predicted, ends[:-1], axis=1), strict=True):
@@ -260,12 +256,12 @@ def table_schema(*, with_entropy: bool, per_token: bool) -> pa.Schema:
 def part_table(part: pa.Table, source: str, settings: PredictionSettings) -> pa.Table:
     """Returns the table of a predicted part (`key`, `token_ids`, `tau`, and optionally `entropy`), and its histogram."""
     taus = token_arrays(part["tau"])
-    entropies = token_arrays(part["entropy"]) if settings.with_entropy else [None] * len(taus)
+    entropies = token_arrays(part["entropy"]) if settings.config.with_entropy else [None] * len(taus)
     rows = [
         {"source": source, "key": key, **_figures(tau, entropy)}
         for key, tau, entropy in zip(part["key"].to_pylist(), taus, entropies, strict=True)
     ]
-    schema = table_schema(with_entropy=settings.with_entropy, per_token=settings.per_token)
+    schema = table_schema(with_entropy=settings.config.with_entropy, per_token=settings.config.per_token)
     lists = ("token_ids", "tau", "entropy")
     columns = {name: part[name] if name in lists else [row[name] for row in rows] for name in schema.names}
     low, high = settings.tau_min, settings.tau_max
@@ -295,7 +291,7 @@ def total_figures(output: str, files: Sequence[str], settings: PredictionSetting
 
     Quantiles are exact to within one bin, which is the range of τ / NUM_BINS. Without tokens, all but the numbers are None.
     """
-    names = ["num_tokens", "tau_mean", "tau_std", *(["entropy_mean"] if settings.with_entropy else [])]
+    names = ["num_tokens", "tau_mean", "tau_std", *(["entropy_mean"] if settings.config.with_entropy else [])]
     histogram = torch.zeros(NUM_BINS, dtype=torch.float64)
     parts = {name: [np.empty(0)] for name in names}
     for file in files:
@@ -322,7 +318,7 @@ def total_figures(output: str, files: Sequence[str], settings: PredictionSetting
         "tau_mean": tau,
         "tau_std": math.sqrt(max(variance, 0.0)),
         **{name: histogram_quantile(histogram, share, *tau_range) for name, share in QUANTILES.items()},
-        "entropy_mean": mean(columns["entropy_mean"]) if settings.with_entropy else None,
+        "entropy_mean": mean(columns["entropy_mean"]) if settings.config.with_entropy else None,
     }
 
 
@@ -333,7 +329,7 @@ class _PartPredictor:
     def __call__(self, part: Part) -> Finished:
         predictions = self._predictor.predict(token_arrays(part.table["token_ids"]))
         table, floats = part.table, pa.list_(pa.float32())
-        for name in ("tau", "entropy") if self._settings.with_entropy else ("tau",):
+        for name in ("tau", "entropy") if self._settings.config.with_entropy else ("tau",):
             table = table.append_column(name, pa.array([getattr(one, name) for one in predictions], floats))
         num_tokens = sum(len(one.tau) for one in predictions)
         return Finished(
@@ -387,13 +383,14 @@ def first_documents(
 
     The last document is cut so that there are at most `num_tokens` tokens in all. `devices` are options of `Predictor`.
     """
-    tokenizer = load_tokenizer(settings.model)
+    config = settings.config
+    tokenizer = load_tokenizer(config.model)
     examples: list[str] = []
 
     def readable() -> Iterator[Document]:
         for archive in archives:
-            found = readable_documents(settings.source, archive, settings.text_field, Counter(), examples)
-            yield from itertools.islice(found, settings.max_documents or None)
+            found = readable_documents(config.text, archive, config.text_field, Counter(), examples)
+            yield from itertools.islice(found, config.max_documents or None)
 
     documents: list[tuple[str, np.ndarray]] = []
     num_left = num_tokens
@@ -405,8 +402,8 @@ def first_documents(
         if num_left == 0:
             break
     if not documents:
-        raise ValueError(f"{settings.source} holds no readable text: {'; '.join(examples)}")
-    predictor = Predictor(replace(settings, with_entropy=True), at_tau=True, **devices)
+        raise ValueError(f"{config.text} holds no readable text: {'; '.join(examples)}")
+    predictor = Predictor(replace(settings, config=replace(config, with_entropy=True)), at_tau=True, **devices)
     predictions = predictor.predict([ids for _, ids in documents])
     sections: dict[str, ColouredText] = {}
     for (key, array), prediction in zip(documents, predictions, strict=True):
