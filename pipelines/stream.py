@@ -9,6 +9,7 @@ the same order, and so are all others where Ray is not running. What readers cou
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import sys
 import threading
@@ -23,6 +24,14 @@ from pipelines.plan import ShuffleWindow, StreamPlan, rank_places
 from pipelines.store_errors import RETRIES
 
 Batch = dict[str, np.ndarray]
+
+
+def row_digests(rows: Iterable[bytes]) -> np.ndarray:
+    """Return 48-bit hashes (n,), int64, of the bytes of n items, by which batches are compared."""
+    hashes = [int.from_bytes(hashlib.blake2b(row, digest_size=6).digest(), "little") for row in rows]
+    return np.array(hashes, dtype=np.int64)
+
+
 Item = TypeVar("Item")
 
 # Logical CPUs that Ray reserves for each reading task of a rank, which runs beside the rank's training process.

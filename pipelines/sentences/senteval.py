@@ -22,7 +22,6 @@ that is not a valid record is skipped and counted.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import re
@@ -41,7 +40,7 @@ from pipelines.lines import MAX_RECORD_BYTES, DamagedError, Decompressed, decomp
 from pipelines.local_copy import local_copy
 from pipelines.problems import Problem, note
 from pipelines.storage import compute_digest
-from pipelines.stream import Batch
+from pipelines.stream import Batch, row_digests
 from pipelines.tars import tar_members
 
 if TYPE_CHECKING:
@@ -568,17 +567,14 @@ class LabelledSource:
         `digest` (a 48-bit hash of tokens and label), each (n,).
         """
         rows = np.asarray(rows)
-        digest = [
-            int.from_bytes(hashlib.blake2b(tokens.tobytes() + bytes([label]), digest_size=6).digest(), "little")
-            for tokens, label in zip(self.token_ids[rows], self.labels[rows] % 256, strict=True)
-        ]
+        pairs = zip(self.token_ids[rows], self.labels[rows] % 256, strict=True)
         types = {} if self.token_types is None else {"token_type_ids": self.token_types[rows]}
         return types | {
             "input_ids": self.token_ids[rows],
             "lengths": self.lengths[rows],
             "labels": self.labels[rows],
             "ids": rows.astype(np.int64),
-            "digest": np.array(digest, dtype=np.int64),
+            "digest": row_digests(tokens.tobytes() + bytes([label]) for tokens, label in pairs),
         }
 
     def name(self, shard: int, row: int) -> str:

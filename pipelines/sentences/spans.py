@@ -28,7 +28,6 @@ Shapes: n documents, A anchors per document, P positives per anchor, t = l_max +
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,7 +36,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 
 from pipelines.ranges import gather_rows
-from pipelines.stream import Batch
+from pipelines.stream import Batch, row_digests
 from pipelines.text.blocks import prefetch_shards, read_rows
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import IGNORE_INDEX, DocumentConfig
@@ -288,10 +287,6 @@ class SpanSource:
             for place, key in enumerate(keys):
                 rng = np.random.default_rng([self.seed, _MASK_STREAM, epoch, int(key)])
                 anchors[place], labels[place] = self._masked(anchors[place], anchor_lengths[place], rng)
-        digest = [
-            int.from_bytes(hashlib.blake2b(anchor.tobytes() + positive.tobytes(), digest_size=6).digest(), "little")
-            for anchor, positive in zip(anchors, positives, strict=True)
-        ]
         return {
             "anchor_ids": anchors,
             "anchor_lengths": anchor_lengths,
@@ -300,7 +295,7 @@ class SpanSource:
             "positive_lengths": positive_lengths,
             "ids": self._ids(shards, rows),
             "is_crowded": spans.is_crowded,
-            "digest": np.array(digest, dtype=np.int64),
+            "digest": row_digests(a.tobytes() + p.tobytes() for a, p in zip(anchors, positives, strict=True)),
         }
 
     def prefetch(self, now: Sequence[int], later: Sequence[int] = (), before: Sequence[int] = ()) -> None:

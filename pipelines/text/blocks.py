@@ -5,7 +5,6 @@ Remote shards are kept on the node's own disk and prefetched.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from pyarrow import fs
 from pipelines.object_store import is_local
 from pipelines.ranges import gather_rows, range_reader
 from pipelines.storage import resolve
-from pipelines.stream import Batch
+from pipelines.stream import Batch, row_digests
 from pipelines.text.manifest import Manifest, ShardEntry
 from pipelines.text.packing import IGNORE_INDEX, PackingConfig
 
@@ -63,10 +62,7 @@ def block_arrays(manifest: Manifest | GrowingManifest, table: pa.Table) -> Batch
     [0, 2^48)."""
     assert isinstance(manifest.layout, PackingConfig)
     arrays: dict[str, Any] = manifest.layout.unpack(table)
-    digests = [
-        int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=6).digest(), "little") for row in arrays["input_ids"]
-    ]
-    return arrays | {"digest": np.array(digests, dtype=np.int64)}
+    return arrays | {"digest": row_digests(row.tobytes() for row in arrays["input_ids"])}
 
 
 def without_end(batch: Batch, manifest: Manifest | GrowingManifest) -> Batch:
