@@ -46,6 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         job = tyro.cli(ExportJob, args=arguments, prog="python -m jobs.export", description=__doc__)
     from jobs.engine.export import configuration_from, configure, find_checkpoint, make_late_export, read_task
     from jobs.engine.fields import absolute_path, with_fields
+    from jobs.engine.launch import make_plan
     from jobs.engine.resumption import FatalTrainingError
 
     try:
@@ -63,8 +64,7 @@ def main(arguments: Sequence[str]) -> int:
             config = with_fields(config, {"fold.keep_model": True})
         if job.use_gpu is not None:
             config = replace(config, workers=replace(config.workers, use_gpu=job.use_gpu))
-        plan = importlib.import_module(f"{_TASKS[kind]}.plan").make_plan(configure(config, late))
-        make_late_export(plan, late)
+        make_late_export(make_plan(configure(config, late)), late)
     except (ValueError, OSError) as error:
         fail(str(error))
     except FatalTrainingError as error:

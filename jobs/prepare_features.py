@@ -24,11 +24,11 @@ def main(arguments: Sequence[str]) -> int:
     config, dry_run = parse_preset(PRESETS, arguments, job="prepare_features", purpose=(__doc__ or "").splitlines()[0])
     # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
     from jobs.engine.cluster import check_machine
-    from jobs.engine.launch import check_room, check_writable
+    from jobs.engine.launch import check_room, check_writable, make_plan
     from jobs.scoring.units import ScoringFailedError
     from pipelines.problems import TooManyProblemsError
 
-    make_plan, prepare, training = _functions_for(config)
+    prepare, training = _functions_for(config)
     try:
         plan = make_plan(config)
         if dry_run:
@@ -51,18 +51,13 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _functions_for(config: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Sequence[Any]], str]:
-    """Return what makes the plan of the training run, what stores its features, and how to train on these."""
+def _functions_for(config: Any) -> tuple[Callable[[Any], Sequence[Any]], str]:
+    """Return what stores the features of a training run, and how to train on these."""
+    from jobs.scoring.features import prepare_embeddings, prepare_hidden_states
+
     if isinstance(config, ClipConfig):
-        from jobs.scoring.features import prepare_embeddings
-        from jobs.tasks.dual_encoder import plan
-
-        options = "--model.features --data.view central to the same options of jobs.train_clip"
-        return plan.make_plan, prepare_embeddings, options
-    from jobs.scoring.features import prepare_hidden_states
-    from jobs.tasks.language_model.plan import make_plan
-
-    return make_plan, prepare_hidden_states, "--model.features to the same options of jobs.train_lm"
+        return prepare_embeddings, "--model.features --data.view central to the same options of jobs.train_clip"
+    return prepare_hidden_states, "--model.features to the same options of jobs.train_lm"
 
 
 if __name__ == "__main__":

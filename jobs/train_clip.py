@@ -31,7 +31,6 @@ def main(arguments: Sequence[str]) -> int:
     return run_training(
         arguments,
         PRESETS,
-        "jobs.tasks.dual_encoder.plan",
         models="jobs.scoring.mlflow_models",
         job="train_clip",
         description=__doc__,

@@ -19,7 +19,6 @@ def main(arguments: Sequence[str]) -> int:
     return run_training(
         arguments,
         PRESETS,
-        "jobs.tasks.image_encoder.plan",
         models="jobs.scoring.mlflow_models",
         job="train_images",
         description=__doc__,

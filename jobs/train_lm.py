@@ -27,7 +27,6 @@ def main(arguments: Sequence[str]) -> int:
     return run_training(
         arguments,
         PRESETS,
-        "jobs.tasks.language_model.plan",
         models="jobs.scoring.mlflow_models",
         job="train_lm",
         description=__doc__,

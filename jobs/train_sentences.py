@@ -19,7 +19,6 @@ def main(arguments: Sequence[str]) -> int:
     return run_training(
         arguments,
         PRESETS,
-        "jobs.tasks.sentence_encoder.plan",
         models="jobs.scoring.mlflow_models",
         job="train_sentences",
         description=__doc__,

@@ -93,7 +93,6 @@ def parse_preset(
 def run_training(
     arguments: Sequence[str],
     presets: Mapping[str, Callable[[], Any]],
-    plan: str,
     *,
     models: str,
     job: str,
@@ -101,7 +100,7 @@ def run_training(
     results: str,
     commands: Callable[[Any, str], list[list[str]]] = lambda config, export: [],
 ) -> int:
-    """Parse the arguments, plan or train with `make_plan` of the module `plan`, and print where the results are.
+    """Parse the arguments, plan or train, and print where the results are.
 
     `record_models` of the module `models` registers checkpoints and export as models in MLflow.
     """
@@ -110,7 +109,7 @@ def run_training(
     from jobs.engine.launch import print_where_to_look, run_command
 
     record_models = import_module(models).record_models
-    outcome = run_command(config, import_module(plan).make_plan, dry_run=dry_run, record_models=record_models)
+    outcome = run_command(config, dry_run=dry_run, record_models=record_models)
     if outcome is not None:
         print_where_to_look(outcome, results=results, commands=commands(config, outcome["export"]))
     return 0

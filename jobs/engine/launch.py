@@ -22,9 +22,10 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow.fs
 import torch
@@ -75,17 +76,20 @@ from tempnet.network_config import TempNetConfig
 if TYPE_CHECKING:
     from ray.train import UserCallback
 
-Config = TypeVar("Config", bound=TrainingConfig)
-
 
 def tracking_uri(config: TrainingConfig) -> str:
     """Return the MLflow URI that a run is logged to; empty if it is not logged (see :func:`resolve_uri`)."""
     return resolve_uri(config.tracking, config.run.resolved_storage)
 
 
-def run_command(
-    config: Config, make_plan: Callable[[Config], Plan], *, dry_run: bool, record_models: RecordModels
-) -> Mapping[str, Any] | None:
+def make_plan(config: TrainingConfig) -> Plan:
+    """Return the plan of a run, from the module `plan` beside the one that defines its configuration."""
+    package = type(config).__module__.rpartition(".")[0]
+    plan: Plan = import_module(f"{package}.plan").make_plan(config)
+    return plan
+
+
+def run_command(config: TrainingConfig, *, dry_run: bool, record_models: RecordModels) -> Mapping[str, Any] | None:
     """Make the plan, then print it (dry run) or run it and print the results; return the outcome, None for a dry run.
 
     Exits the process with a message if the configuration or data are refused, if the run fails, and on Ctrl-C.

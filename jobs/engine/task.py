@@ -414,6 +414,12 @@ def data_set(uri: str, digest: str) -> tuple[str, str, str]:
     return uri.rstrip("/").rsplit("/", 1)[-1], digest, uri
 
 
+def data_sets(data: Any, train: Any, validation: Any) -> dict[str, tuple[str, str, str]]:
+    """Return `PreparedTask.data_sets` of a section `data` and of the manifests of its two texts, or sets of images."""
+    held_out = data.validation or data.train
+    return {"training": data_set(data.train, train.digest), "validation": data_set(held_out, validation.digest)}
+
+
 def whole_shape(parameter: Tensor) -> Size:
     """Return the shape of a parameter, also of one that ZeRO 3 has divided, whose own shape is that of a vector."""
     shape: Size = getattr(parameter, "ds_shape", parameter.shape)

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from jobs.engine.config import RunSection, TrackingSection
-from jobs.engine.fields import FREE_TO_CHANGE
+from jobs.engine.fields import FREE_TO_CHANGE, check_positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +22,7 @@ class PoolSection:
     """CPUs that Ray reserves for every worker; also its number of PyTorch threads. Reading data needs half a CPU more."""
 
     def __post_init__(self) -> None:
-        for name in ("num_workers", "cpus_per_worker"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"workers.{name} = {getattr(self, name)} must be positive")
+        check_positive("workers", self, "num_workers", "cpus_per_worker")
 
     @property
     def num_gpus(self) -> int:

@@ -11,7 +11,6 @@ base may instead train side by side, in one group of workers. Sweeps that search
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 import json
 import math
@@ -32,7 +31,7 @@ from jobs.engine.command_line import FAILED, exit_interrupted, fail, show
 from jobs.engine.config import TrackingSection, TrainingConfig
 from jobs.engine.console import clock, note_failure
 from jobs.engine.fields import flatten
-from jobs.engine.launch import Named, claim_directory, record_end, train, train_group
+from jobs.engine.launch import Named, claim_directory, make_plan, record_end, train, train_group
 from jobs.engine.lease import Lease, LostRunError
 from jobs.engine.masking import masked
 from jobs.engine.metrics import TrackedRun, survive_outage
@@ -394,13 +393,6 @@ def find_room(config: TrainingConfig, data_cpus: float, num_concurrent: int) -> 
             f"{room}, or 0 for as many as fit"
         )
     return num_concurrent or room
-
-
-def make_plan(config: TrainingConfig) -> Plan:
-    """Returns the plan of a run, from the module `plan` beside the one that defines its configuration."""
-    package = type(config).__module__.rpartition(".")[0]
-    plan: Plan = importlib.import_module(f"{package}.plan").make_plan(config)
-    return plan
 
 
 def make_plan_in_outage(config: TrainingConfig, seconds_between: float = 10.0) -> Plan:

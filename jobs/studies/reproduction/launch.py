@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jobs.engine.cluster import check_machine, start_ray
-from jobs.engine.launch import check_directory, claim_directory
+from jobs.engine.launch import check_directory, claim_directory, make_plan
 from jobs.engine.task import Plan
 from jobs.engine.tracking import mark_if_ended
 from jobs.scoring.config import LanguageModelPool
@@ -21,7 +21,6 @@ from jobs.studies.trials import (
     Results,
     Trial,
     describe_data,
-    make_plan,
     open_parent,
     prepare_once,
     publish,

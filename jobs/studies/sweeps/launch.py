@@ -24,7 +24,7 @@ from jobs.engine.config import TrainingConfig
 from jobs.engine.console import clock
 from jobs.engine.export import configure, find_checkpoint, make_late_export
 from jobs.engine.fields import configuration_hash
-from jobs.engine.launch import check_directory, check_room, claim_directory, tracking_uri
+from jobs.engine.launch import check_directory, check_room, claim_directory, make_plan, tracking_uri
 from jobs.engine.lease import Lease
 from jobs.engine.masking import masked
 from jobs.engine.metrics import TrackedRun, send_metrics, survive_outage
@@ -42,7 +42,6 @@ from jobs.studies.trials import (
     Trial,
     describe_error,
     find_room,
-    make_plan,
     open_parent,
     prepare_once,
     publish,

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from jobs.engine.launch import tracking_uri
-from jobs.engine.task import Plan, PreparedTask, data_set
+from jobs.engine.task import Plan, PreparedTask, data_sets
 from jobs.tasks.base import (
     DataReference,
     count_parameters,
@@ -134,10 +134,7 @@ class ClipPlan(Plan[ClipConfig]):
                 "num_images": train.num_images,
                 **{f"share_cut_{name}": share for name, share in share_cut.items()},
             },
-            data_sets={
-                "training": data_set(self.config.data.train, train.digest),
-                "validation": data_set(self.config.data.validation, validation.digest),
-            },
+            data_sets=data_sets(self.config.data, train, validation),
             outcome={
                 "loss": loss.name,
                 "rho": loss.rho if loss.kind.uses_rho else None,

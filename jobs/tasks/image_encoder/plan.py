@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from jobs.engine.launch import tracking_uri
-from jobs.engine.task import Plan, PreparedTask, data_set
+from jobs.engine.task import Plan, PreparedTask, data_sets
 from jobs.tasks.base import DataReference, count_parameters, create_task, naming_field, resolve_paths
 from jobs.tasks.config import check_sizes
 from jobs.tasks.image_encoder.config import ImageEncoderConfig
@@ -91,10 +91,7 @@ class ImageEncoderPlan(Plan[ImageEncoderConfig]):
             create_task=partial(create_task, "jobs.tasks.image_encoder.task:ImageEncoderTask", config, data),
             num_samples=train.num_pairs,
             parameters={"num_images": train.num_pairs, "num_classes": len(np.unique(classes))},
-            data_sets={
-                "training": data_set(self.config.data.train, train.digest),
-                "validation": data_set(self.config.data.validation, validation.digest),
-            },
+            data_sets=data_sets(self.config.data, train, validation),
             outcome={
                 "loss": self._loss,
                 "tau_min": loss.tau_min,

@@ -83,11 +83,6 @@ class DataSection(TextSection):
     base knows the end: if it gives it a probability of 1 % or more, measured on the text (`EndOfDocument`)."""
 
     @property
-    def validation_text(self) -> str:
-        """Path or URI of the text that holds the validation documents."""
-        return self.validation or self.train
-
-    @property
     def predicts_end(self) -> bool:
         """Whether the end of a document is a target, once it was measured where that is needed."""
         return self.end_of_document != "ignored"

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from jobs.engine.hardware import check_fits
 from jobs.engine.launch import tracking_uri
 from jobs.engine.metrics import TrackedRun
-from jobs.engine.task import Plan, PreparedTask, data_set
+from jobs.engine.task import Plan, PreparedTask, data_sets
 from jobs.tasks.base import (
     DataReference,
     count_parameters,
@@ -186,10 +186,7 @@ class LanguageModelPlan(Plan[LanguageModelConfig]):
                 **{f"resolved.{name}": value for name, value in known.items()},
                 "resolved.end_of_document": config.data.end_of_document,
             },
-            data_sets={
-                "training": data_set(self.config.data.train, train.digest),
-                "validation": data_set(self.config.data.validation_text, validation.digest),
-            },
+            data_sets=data_sets(self.config.data, train, validation),
             outcome={**known, "tau_min": tau_min, "loss": config.temperature.loss},
             records=({BASE_FILE: asdict(base)} if base else {}) | ({CALIBRATION_FILE: measured} if measured else {}),
         )

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from jobs.engine.launch import tracking_uri
-from jobs.engine.task import Plan, PreparedTask, data_set
+from jobs.engine.task import Plan, PreparedTask, data_sets
 from jobs.tasks.base import DataReference, count_parameters, create_task, naming_field, resolve_paths
 from jobs.tasks.sentence_encoder.config import SentenceConfig
 from jobs.tasks.sentence_encoder.task import (
@@ -90,10 +90,7 @@ class SentencePlan(Plan[SentenceConfig]):
             num_samples=None,
             read_data_outcome=partial(describe_documents, train, validation),
             parameters=counts,
-            data_sets={
-                "training": data_set(self.config.data.train, train.digest),
-                "validation": data_set(self.config.data.validation, validation.digest),
-            },
+            data_sets=data_sets(self.config.data, train, validation),
             outcome={"loss": self._loss, "tau_min": loss.tau_min, "tau_max": loss.tau_max},
         )
 
