@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import tyro
 
-from jobs.engine.command_line import FAILED, fail, refusals_on_one_line, run_job
+from jobs.engine.command_line import ending_in_one_line, refusals_on_one_line, run_job
 
 _TASKS = {
     "LanguageModelConfig": "jobs.tasks.language_model",
@@ -47,9 +47,8 @@ def main(arguments: Sequence[str]) -> int:
     from jobs.engine.export import configuration_from, configure, find_checkpoint, make_late_export, read_task
     from jobs.engine.fields import absolute_path, with_fields
     from jobs.engine.launch import make_plan
-    from jobs.engine.resumption import FatalTrainingError
 
-    try:
+    with ending_in_one_line():
         directory = absolute_path(job.run).rstrip("/")
         kind, values = read_task(directory)
         if kind not in _TASKS:
@@ -65,10 +64,6 @@ def main(arguments: Sequence[str]) -> int:
         if job.use_gpu is not None:
             config = replace(config, workers=replace(config.workers, use_gpu=job.use_gpu))
         make_late_export(make_plan(configure(config, late)), late)
-    except (ValueError, OSError) as error:
-        fail(str(error))
-    except FatalTrainingError as error:
-        fail(str(error), FAILED)
     print(f"step {late.step} of {job.run} is exported to {late.output}")
     return 0
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import tyro
 
-from jobs.engine.command_line import refusals_on_one_line, run_job, show
-from jobs.scoring.command import ending_in_one_line
+from jobs.engine.command_line import ending_in_one_line, refusals_on_one_line, run_job, show
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.generation.gsm8k import divisors, majority_score
 

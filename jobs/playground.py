@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 import tyro
 
-from jobs.engine.command_line import refusals_on_one_line, run_job
-from jobs.scoring.command import ending_in_one_line
+from jobs.engine.command_line import ending_in_one_line, refusals_on_one_line, run_job
 from jobs.scoring.playground.config import PlaygroundConfig
 
 

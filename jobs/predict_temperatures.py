@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 import tyro
 
-from jobs.engine.command_line import refusals_on_one_line, run_job
-from jobs.scoring.command import ending_in_one_line
+from jobs.engine.command_line import ending_in_one_line, refusals_on_one_line, run_job
 from jobs.scoring.temperatures.config import PredictPairTemperaturesConfig, PredictTemperaturesConfig
 
 Config = TypeVar("Config")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jobs.engine.command_line import FAILED, exit_interrupted, fail, parse_preset, run_job
+from jobs.engine.command_line import ending_in_one_line, parse_preset, run_job
 from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.presets import clip, language_models
 
@@ -25,11 +25,9 @@ def main(arguments: Sequence[str]) -> int:
     # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
     from jobs.engine.cluster import check_machine
     from jobs.engine.launch import check_room, check_writable, make_plan
-    from jobs.scoring.units import ScoringFailedError
-    from pipelines.problems import TooManyProblemsError
 
     prepare, training = _functions_for(config)
-    try:
+    with ending_in_one_line(lambda: config.run.prepared_directory):
         plan = make_plan(config)
         if dry_run:
             print(plan.describe())
@@ -39,12 +37,6 @@ def main(arguments: Sequence[str]) -> int:
         if dry_run:
             return 0
         found = prepare(config)
-    except (ValueError, OSError, TooManyProblemsError) as error:
-        fail(str(error))
-    except ScoringFailedError as error:
-        fail(str(error), FAILED)
-    except KeyboardInterrupt:
-        exit_interrupted(config.run.prepared_directory)
     for features in found:
         print(f"{features.directory}  {features.describe_size()}")
     print(f"\nTo train on them, add {training}")

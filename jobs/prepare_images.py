@@ -15,9 +15,8 @@ from typing import Annotated
 
 import tyro
 
-from jobs.engine.command_line import refusals_on_one_line, run_job
+from jobs.engine.command_line import ending_in_one_line, refusals_on_one_line, run_job
 from jobs.engine.config import RunSection
-from jobs.scoring.command import ending_in_one_line
 from pipelines.images.prepare import PrepareImagesConfig
 
 _NUM_EXAMPLES = 10

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import tyro
 
-from jobs.engine.command_line import FAILED, REFUSED, fail, refusals_on_one_line, run_job
+from jobs.engine.command_line import REFUSED, refusals_on_one_line, run_job
 from jobs.studies.reproduction.config import ReproduceConfig
 from jobs.studies.reproduction.experiments import EXPERIMENTS, find
 from jobs.studies.reproduction.papers import PapersConfig, write_papers
@@ -56,24 +56,20 @@ def main(arguments: Sequence[str]) -> int:
     # Imported only now, so that an error in the arguments is reported without waiting for Ray to load.
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-    from jobs.scoring.units import ScoringFailedError
     from jobs.studies.reproduction.launch import check_reproduction, run_reproduction
     from jobs.studies.reproduction.plan import make_reproduction
     from jobs.studies.trials import run_command
 
     disable_progress_bar()
     set_verbosity_error()
-    try:
-        return run_command(
-            config,
-            make_reproduction,
-            run_reproduction,
-            check_reproduction,
-            dry_run=dry_run,
-            files="results.md, figures.png and results.json",
-        )
-    except ScoringFailedError as error:
-        fail(str(error), FAILED)
+    return run_command(
+        config,
+        make_reproduction,
+        run_reproduction,
+        check_reproduction,
+        dry_run=dry_run,
+        files="results.md, figures.png and results.json",
+    )
 
 
 if __name__ == "__main__":

@@ -15,10 +15,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from jobs.engine.command_line import refusals_on_one_line, run_job, show
+from jobs.engine.command_line import ending_in_one_line, refusals_on_one_line, run_job, show
 from jobs.engine.config import RunSection
 from jobs.engine.report import markdown_table
-from jobs.scoring.command import ending_in_one_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

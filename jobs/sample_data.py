@@ -18,8 +18,7 @@ from typing import Any, Literal
 
 import tyro
 
-from jobs.engine.command_line import refusals_on_one_line, run_job
-from jobs.scoring.command import ending_in_one_line
+from jobs.engine.command_line import ending_in_one_line, refusals_on_one_line, run_job
 from pipelines.archives import list_archives
 from pipelines.sample.images import IMAGE_SIZE_DEFAULT, NUM_IMAGES_DEFAULT, read_captions, write_images
 from pipelines.sample.text import NUM_BYTES_DEFAULT, write_code, write_corpus

@@ -19,7 +19,7 @@ from typing import Any
 import tyro
 import yaml
 
-from jobs.engine.command_line import FAILED, fail, refusals_on_one_line, run_job
+from jobs.engine.command_line import ending_in_one_line, fail, refusals_on_one_line, run_job
 from jobs.submission.config import RaySubmission, check_variables, sent_revision, variables_of_job
 from jobs.submission.entrypoint import Entrypoint, parse_entrypoint
 
@@ -76,14 +76,11 @@ def parse(arguments: Sequence[str]) -> tuple[RaySubmission | RayJobSubmission, E
 
 def submit_to_ray(request: RaySubmission, entrypoint: Entrypoint) -> int:
     """Submit a job to a Ray cluster and return its exit status."""
-    from jobs.submission.ray_jobs import SubmissionError, Submitter
+    from jobs.submission.ray_jobs import Submitter
 
     # Let `kill` (SIGTERM) stop the job as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        return Submitter(request, entrypoint).run()
-    except SubmissionError as error:
-        fail(str(error), FAILED)
+    return Submitter(request, entrypoint).run()
 
 
 def ray_job(request: RayJobSubmission, entrypoint: Entrypoint) -> dict[str, Any]:
@@ -118,7 +115,7 @@ def ray_job(request: RayJobSubmission, entrypoint: Entrypoint) -> dict[str, Any]
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status, which is that of the job if one was followed."""
     request, entrypoint = parse(arguments)
-    try:
+    with ending_in_one_line():
         if isinstance(request, RaySubmission):
             return submit_to_ray(request, entrypoint)
         text = yaml.dump(ray_job(request, entrypoint), Dumper=_WithoutAnchors, sort_keys=False, width=120)
@@ -127,8 +124,6 @@ def main(arguments: Sequence[str]) -> int:
             Path(request.output).write_text(text)
         else:
             print(text, end="")
-    except (ValueError, OSError) as error:
-        fail(str(error))
     return 0
 
 

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 import tyro
 
-from jobs.engine.command_line import as_typed, exit_interrupted, refusals_on_one_line, run_job
-from jobs.scoring.command import ending_in_one_line
+from jobs.engine.command_line import as_typed, ending_in_one_line, refusals_on_one_line, run_job
 from jobs.scoring.reward.config import RewardConfig
 
 
@@ -32,14 +31,11 @@ def main(arguments: Sequence[str]) -> int:
     from jobs.engine.tracking import where_to_browse
     from jobs.scoring.reward.job import describe_run, train_reward
 
-    try:
-        with ending_in_one_line():
-            if dry_run:
-                print(describe_run(config))
-                return 0
-            outcome = train_reward(config)
-    except KeyboardInterrupt:
-        exit_interrupted(config.run.directory)
+    with ending_in_one_line(lambda: config.run.directory):
+        if dry_run:
+            print(describe_run(config))
+            return 0
+        outcome = train_reward(config)
     print(
         f"\n  results   {outcome['directory']}/outcome.json\n  model     {outcome['export']}\n\nTo look around, type:"
     )

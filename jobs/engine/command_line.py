@@ -23,6 +23,7 @@ from typing import Any, NoReturn, TypeVar
 
 import tyro
 
+from jobs.engine import FailedError
 from jobs.engine.fields import PRESET, apply_config_file, flat_fields, read_config_file, save_config_file
 from jobs.engine.masking import masked, printable
 from jobs.engine.revision import LOCKED_VARIABLE, check_locked
@@ -224,6 +225,26 @@ def exit_interrupted(directory: str = "") -> NoReturn:
     rest = f"; the same command goes on from what is in {directory}" if directory else ""
     print(f"\ninterrupted{rest}", file=sys.stderr)
     raise SystemExit(INTERRUPTED)
+
+
+@contextlib.contextmanager
+def ending_in_one_line(directory: Callable[[], str] = str) -> Iterator[None]:
+    """End the job in one line if the block refuses something (REFUSED), fails (FAILED) or is interrupted (INTERRUPTED).
+
+    After Ctrl-C, the same command goes on from what is in the directory that `directory` returns, if it returns one.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        exit_interrupted(directory())
+    except Exception as error:
+        from pipelines.problems import TooManyProblemsError  # only now, because that loads pyarrow
+
+        if isinstance(error, FailedError):
+            fail(str(error), FAILED)
+        if isinstance(error, ValueError | OSError | TooManyProblemsError):
+            fail(str(error))
+        raise
 
 
 def fail(message: str, status: int = REFUSED) -> NoReturn:

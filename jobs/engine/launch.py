@@ -31,12 +31,12 @@ import pyarrow.fs
 import torch
 from pyarrow.fs import LocalFileSystem
 
-from jobs.engine.command_line import FAILED, as_typed, exit_interrupted, fail, show
+from jobs.engine.command_line import as_typed, ending_in_one_line, show
 from jobs.engine.config import RunSection, TrainingConfig
 from jobs.engine.console import Console, Mailbox, note_failure
 from jobs.engine.export import open_export, write_task
 from jobs.engine.fields import configuration_hash, differences, flatten, recorded_values, resolve_fields, with_fields
-from jobs.engine.lease import Lease, LostRunError
+from jobs.engine.lease import Lease
 from jobs.engine.masking import masked
 from jobs.engine.metrics import TrackedRun, send_metrics, survive_outage
 from jobs.engine.report import verdict, verdict_metrics, verdict_rows, verdict_tags
@@ -67,7 +67,6 @@ from jobs.engine.tracking import (
 )
 from jobs.engine.worker import WorkerJob, train_here
 from pipelines.prepare import preparing_here
-from pipelines.problems import TooManyProblemsError
 from pipelines.storage import create_directory, exists, join, read_json, resolve, write_bytes, write_json
 from pipelines.store_errors import RETRIES
 from tempnet.network import CONFIG_FILE, HUB_NAME, PAIRED_DIRECTORY, TempNet, model_card
@@ -94,19 +93,13 @@ def run_command(config: TrainingConfig, *, dry_run: bool, record_models: RecordM
 
     Exits the process with a message if the configuration or data are refused, if the run fails, and on Ctrl-C.
     """
-    try:
+    with ending_in_one_line(lambda: config.run.directory):
         plan = make_plan(config)
         if dry_run:
             show(plan.describe())
             check_plan(plan)
             return None
         outcome = train(plan, record_models=record_models)
-    except (ValueError, OSError, TooManyProblemsError) as error:
-        fail(str(error))
-    except (FatalTrainingError, LostRunError) as error:
-        fail(str(error), FAILED)
-    except KeyboardInterrupt:
-        exit_interrupted(config.run.directory)
     show(f"\n{plan.summary_table(outcome)}\n")
     return outcome
 

@@ -32,6 +32,7 @@ from typing import Any
 import psutil
 from pyarrow.fs import LocalFileSystem
 
+from jobs.engine import FailedError
 from pipelines.storage import create_directory, exists, read_json, resolve, write_json
 
 LEASE_FILE = "lease.json"
@@ -45,7 +46,7 @@ class RunIsTakenError(ValueError):
     """Another driver holds the lease of the run."""
 
 
-class LostRunError(RuntimeError):
+class LostRunError(FailedError):
     """The directory of a run that trains is gone."""
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from pyarrow.fs import FileSelector, FileSystem, FileType, LocalFileSystem
 
+from jobs.engine import FailedError
 from jobs.engine.config import RunSection, TrainingConfig
 from jobs.engine.fields import differences, may_differ, recorded_values
 from pipelines.storage import read_json, relative, resolve, write_json
@@ -292,7 +293,7 @@ _FROM_THE_LAST = "the same command then goes on from the last checkpoint"
 _GONE = {errno.ENOTDIR, errno.ENODEV}
 
 
-class FatalTrainingError(RuntimeError):
+class FatalTrainingError(FailedError):
     """The run has failed, and restarting its workers would not help; the message says how to continue it, if it can be."""
 
     def __init__(self, message: str, cause: str = "") -> None:

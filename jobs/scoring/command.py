@@ -1,32 +1,17 @@
-"""The bodies of commands: of evaluations and of jobs with subcommands, and how every scoring job ends."""
+"""The bodies of commands: of evaluations and of jobs with subcommands."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, TypeVar
 
 import tyro
 
-from jobs.engine.command_line import FAILED, fail, refusals_on_one_line
+from jobs.engine.command_line import FAILED, ending_in_one_line, refusals_on_one_line
 from jobs.scoring.config import EvaluationConfig
 
 Config = TypeVar("Config", bound=EvaluationConfig)
-
-
-@contextmanager
-def ending_in_one_line() -> Iterator[None]:
-    """End the job in one line, with status 2 if the block refuses something and 1 if units fail or a verifier always does."""
-    from jobs.scoring.units import NoRewardError, ScoringFailedError
-    from pipelines.problems import TooManyProblemsError
-
-    try:
-        yield
-    except (ValueError, OSError, TooManyProblemsError) as error:
-        fail(str(error))
-    except (ScoringFailedError, NoRewardError) as error:
-        fail(str(error), FAILED)
 
 
 def parse_subcommand(

@@ -36,6 +36,7 @@ import torch
 from pyarrow.fs import FileSelector, FileType
 from ray.util.annotations import RayDeprecationWarning
 
+from jobs.engine import FailedError
 from jobs.engine.cluster import check_resources, start_ray
 from jobs.engine.console import clock
 from jobs.engine.fields import differences
@@ -56,7 +57,7 @@ _MAX_FAILURES_IN_A_ROW = 20
 _NUM_DIFFERENCES_SHOWN = 8
 
 
-class ScoringFailedError(RuntimeError):
+class ScoringFailedError(FailedError):
     """Units failed, one per line of the message; all that was finished is kept."""
 
     def __init__(self, failed: Mapping[str, str], table: str = "") -> None:
@@ -65,7 +66,7 @@ class ScoringFailedError(RuntimeError):
         """The table of all results that could be computed; empty if there is none."""
 
 
-class NoRewardError(RuntimeError):
+class NoRewardError(FailedError):
     """No text of a step got a reward: the verifier fails for all of them, and nothing can be learned."""
 
 

@@ -27,15 +27,15 @@ import pyarrow.fs
 import ray
 
 from jobs.engine.cluster import check_resources
-from jobs.engine.command_line import FAILED, exit_interrupted, fail, show
+from jobs.engine.command_line import FAILED, ending_in_one_line, show
 from jobs.engine.config import TrackingSection, TrainingConfig
 from jobs.engine.console import clock, note_failure
 from jobs.engine.fields import flatten
 from jobs.engine.launch import Named, claim_directory, make_plan, record_end, train, train_group
-from jobs.engine.lease import Lease, LostRunError
+from jobs.engine.lease import Lease
 from jobs.engine.masking import masked
 from jobs.engine.metrics import TrackedRun, survive_outage
-from jobs.engine.resumption import CrashedTrainingError, FatalTrainingError, registered_step
+from jobs.engine.resumption import CrashedTrainingError, registered_step
 from jobs.engine.task import Plan
 from jobs.engine.tracking import (
     end_children,
@@ -49,7 +49,6 @@ from jobs.engine.tracking import (
 from jobs.engine.worker import worker_environment
 from jobs.scoring.mlflow_models import record_models
 from jobs.scoring.results import write_results
-from pipelines.problems import TooManyProblemsError
 from pipelines.storage import exists, read_json, resolve
 
 DRIVER_CPUS = 0.01
@@ -109,19 +108,13 @@ def run_command(
     Exits with a message if the configuration is refused, and on Ctrl-C. `check` refuses what `run` refuses before it starts
     Ray; `files` are the names of the files in the results directory to point the user to.
     """
-    try:
+    with ending_in_one_line(lambda: config.run.directory):
         work = make(config)
         if dry_run:
             show(work.describe())
             check(work)
             return 0
         results = run(work)
-    except (ValueError, OSError, TooManyProblemsError) as error:
-        fail(str(error))
-    except (FatalTrainingError, LostRunError) as error:
-        fail(str(error), FAILED)
-    except KeyboardInterrupt:
-        exit_interrupted(config.run.directory)
     print(f"\n{results.table}\n\n  results   {results.directory} ({files})")
     for name, reason in results.failed.items():
         show(f"  FAILED    {name}: {reason}")

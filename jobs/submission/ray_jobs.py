@@ -16,6 +16,7 @@ from ray.dashboard.modules.job.pydantic_models import JobDetails
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
+from jobs.engine import FailedError
 from jobs.engine.command_line import FAILED, INTERRUPTED
 from jobs.engine.masking import masked
 from jobs.submission.config import RaySubmission, sent_revision
@@ -33,7 +34,7 @@ class JobLostError(Exception):
     """The cluster has lost the job: its driver's node died, or a new head knows nothing of it."""
 
 
-class SubmissionError(RuntimeError):
+class SubmissionError(FailedError):
     """The job cannot be submitted or followed; the message says what to do."""
 
 

@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 
 from jobs import calibrate
-from jobs.scoring.command import ending_in_one_line
+from jobs.engine.command_line import ending_in_one_line
 from jobs.scoring.config import PoolSection
 from jobs.scoring.headroom.config import RewardHeadroom
 from jobs.scoring.headroom.rewards import MEASURED_FILE, Rewards, conclude, measure, plan_of, table
