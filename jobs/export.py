@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import tyro
 
-from jobs.engine.command_line import ending_in_one_line, refusals_on_one_line, run_job
+from jobs.engine.command_line import ending_in_one_line, parse_options, run_job
 
 _TASKS = {
     "LanguageModelConfig": "jobs.tasks.language_model",
@@ -42,8 +42,7 @@ class ExportJob:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
-    with refusals_on_one_line():
-        job = tyro.cli(ExportJob, args=arguments, prog="python -m jobs.export", description=__doc__)
+    job = parse_options(ExportJob, arguments, job="export", description=__doc__)
     from jobs.engine.export import configuration_from, configure, find_checkpoint, make_late_export, read_task
     from jobs.engine.fields import absolute_path, with_fields
     from jobs.engine.launch import make_plan

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import tyro
 
-from jobs.engine.command_line import ending_in_one_line, refusals_on_one_line, run_job, show
+from jobs.engine.command_line import ending_in_one_line, parse_options, run_job, show
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.generation.gsm8k import divisors, majority_score
 
@@ -27,8 +26,7 @@ MAX_PRINTED, MAX_CHARACTERS = 5, 400
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
-    with refusals_on_one_line():
-        config = tyro.cli(GenerateConfig, args=arguments, prog="python -m jobs.generate", description=__doc__)
+    config = parse_options(GenerateConfig, arguments, job="generate", description=__doc__)
     # Imported only now, so that an error in the arguments is reported without waiting for Transformers to load.
     from jobs.scoring.generation.job import run
     from pipelines.storage import write_bytes

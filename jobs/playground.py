@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import tyro
-
-from jobs.engine.command_line import ending_in_one_line, refusals_on_one_line, run_job
+from jobs.engine.command_line import ending_in_one_line, parse_options, run_job
 from jobs.scoring.playground.config import PlaygroundConfig
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job until Ctrl-C; returns the exit status."""
-    with refusals_on_one_line():
-        config = tyro.cli(PlaygroundConfig, args=arguments, prog="python -m jobs.playground", description=__doc__)
+    config = parse_options(PlaygroundConfig, arguments, job="playground", description=__doc__)
     from jobs.scoring.playground.server import HOST, Playground, make_server
 
     with ending_in_one_line():

@@ -18,9 +18,8 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-import tyro
 
-from jobs.engine.command_line import ending_in_one_line, refusals_on_one_line, run_job
+from jobs.engine.command_line import ending_in_one_line, parse_options, run_job
 from jobs.scoring.temperatures.config import PredictPairTemperaturesConfig, PredictTemperaturesConfig
 
 Config = TypeVar("Config")
@@ -92,8 +91,7 @@ def _predict_pairs(arguments: Sequence[str]) -> int:
 def _parse(config: type[Config], arguments: Sequence[str]) -> Config:
     # Drop all other arguments if help is requested, since `--images --help` has no value for `--images`.
     arguments = ["--help"] if "--help" in arguments or "-h" in arguments else arguments
-    with refusals_on_one_line():
-        return tyro.cli(config, args=arguments, prog="python -m jobs.predict_temperatures", description=__doc__)
+    return parse_options(config, arguments, job="predict_temperatures", description=__doc__)
 
 
 def _print_pair_summary(summary: dict[str, Any], output: str) -> None:

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import tyro
 
-from jobs.engine.command_line import ending_in_one_line, refusals_on_one_line, run_job
+from jobs.engine.command_line import ending_in_one_line, parse_options, run_job
 from jobs.engine.config import RunSection
 from pipelines.images.prepare import PrepareImagesConfig
 
@@ -40,8 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     from pipelines.images.prepare import check_source, describe, prepare_images
     from pipelines.store_errors import RETRIES, describe_retries
 
-    with refusals_on_one_line():
-        job = tyro.cli(PrepareImagesJob, args=arguments, prog="python -m jobs.prepare_images", description=__doc__)
+    job = parse_options(PrepareImagesJob, arguments, job="prepare_images", description=__doc__)
     with ending_in_one_line():
         storage = RunSection(name="prepared", storage=job.storage).resolved_storage
         check_source(job.prepare)

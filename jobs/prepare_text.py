@@ -15,7 +15,7 @@ from typing import Annotated
 
 import tyro
 
-from jobs.engine.command_line import ending_in_one_line, refusals_on_one_line, run_job
+from jobs.engine.command_line import ending_in_one_line, parse_options, run_job
 from jobs.engine.config import RunSection
 from pipelines.text.prepare import PrepareConfig
 
@@ -46,8 +46,7 @@ class PrepareTextJob:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
-    with refusals_on_one_line():
-        job = tyro.cli(PrepareTextJob, args=arguments, prog="python -m jobs.prepare_text", description=__doc__)
+    job = parse_options(PrepareTextJob, arguments, job="prepare_text", description=__doc__)
     from jobs.engine.cluster import start_ray
     from pipelines.archives import list_archives
     from pipelines.store_errors import RETRIES, describe_retries

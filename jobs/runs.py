@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from jobs.engine.command_line import ending_in_one_line, refusals_on_one_line, run_job, show
+from jobs.engine.command_line import ending_in_one_line, parse_options, run_job, show
 from jobs.engine.config import RunSection
 from jobs.engine.report import markdown_table
 
@@ -34,8 +34,7 @@ class RunsConfig:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the runs; returns the exit status."""
-    with refusals_on_one_line():
-        config = tyro.cli(RunsConfig, args=list(arguments), prog="python -m jobs.runs", description=__doc__)
+    config = parse_options(RunsConfig, arguments, job="runs", description=__doc__)
     # Imported only now, so that `--help` is answered without waiting for Ray to load.
     from jobs.engine.run_list import list_runs, table_of
 

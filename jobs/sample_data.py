@@ -16,9 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
-
-from jobs.engine.command_line import ending_in_one_line, refusals_on_one_line, run_job
+from jobs.engine.command_line import ending_in_one_line, parse_options, run_job
 from pipelines.archives import list_archives
 from pipelines.sample.images import IMAGE_SIZE_DEFAULT, NUM_IMAGES_DEFAULT, read_captions, write_images
 from pipelines.sample.text import NUM_BYTES_DEFAULT, write_code, write_corpus
@@ -156,8 +154,7 @@ def _texts(directory: Path) -> Iterator[str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
-    with refusals_on_one_line():
-        config = tyro.cli(SampleDataConfig, args=arguments, prog="python -m jobs.sample_data", description=__doc__)
+    config = parse_options(SampleDataConfig, arguments, job="sample_data", description=__doc__)
     with ending_in_one_line():
         print(make_sample_data(config))
     return 0

@@ -10,18 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import tyro
-
-from jobs.engine.command_line import as_typed, ending_in_one_line, refusals_on_one_line, run_job
+from jobs.engine.command_line import as_typed, ending_in_one_line, parse_options, run_job
 from jobs.scoring.reward.config import RewardConfig
 
 
 def parse(arguments: Sequence[str]) -> tuple[RewardConfig, bool]:
     """Return the settings, and whether only the plan is asked for."""
     rest = [argument for argument in arguments if argument != "--dry-run"]
-    with refusals_on_one_line():
-        config = tyro.cli(RewardConfig, args=rest, prog="python -m jobs.train_reward", description=__doc__)
-    return config, len(rest) < len(arguments)
+    return parse_options(RewardConfig, rest, job="train_reward", description=__doc__), len(rest) < len(arguments)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -91,6 +91,12 @@ def parse_preset(
     return config, dry_run
 
 
+def parse_options(kind: type[Config], arguments: Sequence[str], *, job: str, description: str | None) -> Config:
+    """Parse the options of a job without presets; exits the process with a message on one that is unknown or refused."""
+    with refusals_on_one_line():
+        return tyro.cli(kind, args=arguments, prog=f"python -m jobs.{job}", description=description)
+
+
 def run_training(
     arguments: Sequence[str],
     presets: Mapping[str, Callable[[], Any]],

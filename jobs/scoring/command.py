@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import tyro
 
-from jobs.engine.command_line import FAILED, ending_in_one_line, refusals_on_one_line
+from jobs.engine.command_line import FAILED, ending_in_one_line, parse_options, refusals_on_one_line
 from jobs.scoring.config import EvaluationConfig
 
 Config = TypeVar("Config", bound=EvaluationConfig)
@@ -45,8 +45,7 @@ def run_evaluation(
     arguments: Sequence[str], config_type: type[Config], launch: str, *, job: str, description: str | None
 ) -> int:
     """Parse the arguments, run `evaluate` of the module `launch`, and print its table and where the results are."""
-    with refusals_on_one_line():
-        config = tyro.cli(config_type, args=arguments, prog=f"python -m jobs.{job}", description=description)
+    config = parse_options(config_type, arguments, job=job, description=description)
     # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
