@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jobs.engine.command_line import run_job, run_training
+from jobs.engine.command_line import run_job
+from jobs.scoring.command import run_training
 from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.presets.clip import PRESETS
 
@@ -31,7 +32,6 @@ def main(arguments: Sequence[str]) -> int:
     return run_training(
         arguments,
         PRESETS,
-        models="jobs.scoring.mlflow_models",
         job="train_clip",
         description=__doc__,
         results="curves.png, histogram.png",

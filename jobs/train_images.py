@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jobs.engine.command_line import run_job, run_training
+from jobs.engine.command_line import run_job
+from jobs.scoring.command import run_training
 from jobs.tasks.presets.images import PRESETS
 
 
@@ -19,7 +20,6 @@ def main(arguments: Sequence[str]) -> int:
     return run_training(
         arguments,
         PRESETS,
-        models="jobs.scoring.mlflow_models",
         job="train_images",
         description=__doc__,
         results="curves.png",

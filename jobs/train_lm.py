@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jobs.engine.command_line import run_job, run_training
+from jobs.engine.command_line import run_job
+from jobs.scoring.command import run_training
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.presets.language_models import PRESETS
 
@@ -27,7 +28,6 @@ def main(arguments: Sequence[str]) -> int:
     return run_training(
         arguments,
         PRESETS,
-        models="jobs.scoring.mlflow_models",
         job="train_lm",
         description=__doc__,
         results="tokens.html shows a passage coloured by τ",

@@ -17,9 +17,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import tyro
 
@@ -95,31 +94,6 @@ def parse_options(kind: type[Config], arguments: Sequence[str], *, job: str, des
     """Parse the options of a job without presets; exits the process with a message on one that is unknown or refused."""
     with refusals_on_one_line():
         return tyro.cli(kind, args=arguments, prog=f"python -m jobs.{job}", description=description)
-
-
-def run_training(
-    arguments: Sequence[str],
-    presets: Mapping[str, Callable[[], Any]],
-    *,
-    models: str,
-    job: str,
-    description: str | None,
-    results: str,
-    commands: Callable[[Any, str], list[list[str]]] = lambda config, export: [],
-) -> int:
-    """Parse the arguments, plan or train, and print where the results are.
-
-    `record_models` of the module `models` registers checkpoints and export as models in MLflow.
-    """
-    config, dry_run = parse_preset(presets, arguments, job=job, purpose=(description or "").splitlines()[0])
-    # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
-    from jobs.engine.launch import print_where_to_look, run_command
-
-    record_models = import_module(models).record_models
-    outcome = run_command(config, dry_run=dry_run, record_models=record_models)
-    if outcome is not None:
-        print_where_to_look(outcome, results=results, commands=commands(config, outcome["export"]))
-    return 0
 
 
 def _take_option(arguments: list[str], option: str) -> tuple[list[str], str]:

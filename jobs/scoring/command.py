@@ -1,4 +1,4 @@
-"""The bodies of commands: of evaluations and of jobs with subcommands."""
+"""The bodies of commands: of trainings, of evaluations and of jobs with subcommands."""
 
 from __future__ import annotations
 
@@ -8,10 +8,31 @@ from typing import Any, TypeVar
 
 import tyro
 
-from jobs.engine.command_line import FAILED, ending_in_one_line, parse_options, refusals_on_one_line
+from jobs.engine.command_line import FAILED, ending_in_one_line, parse_options, parse_preset, refusals_on_one_line
 from jobs.scoring.config import EvaluationConfig
 
 Config = TypeVar("Config", bound=EvaluationConfig)
+
+
+def run_training(
+    arguments: Sequence[str],
+    presets: Mapping[str, Callable[[], Any]],
+    *,
+    job: str,
+    description: str | None,
+    results: str,
+    commands: Callable[[Any, str], list[list[str]]] = lambda config, export: [],
+) -> int:
+    """Parse the arguments, plan or train, and print where the results are."""
+    config, dry_run = parse_preset(presets, arguments, job=job, purpose=(description or "").splitlines()[0])
+    # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
+    from jobs.engine.launch import print_where_to_look, run_command
+    from jobs.scoring.mlflow_models import record_models
+
+    outcome = run_command(config, dry_run=dry_run, record_models=record_models)
+    if outcome is not None:
+        print_where_to_look(outcome, results=results, commands=commands(config, outcome["export"]))
+    return 0
 
 
 def parse_subcommand(
