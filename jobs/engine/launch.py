@@ -25,7 +25,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pyarrow.fs
 import torch
@@ -74,6 +74,10 @@ from tempnet.network_config import TempNetConfig
 
 if TYPE_CHECKING:
     from ray.train import UserCallback
+
+RecordModels: TypeAlias = Callable[[TrainingConfig, TrackedRun, Mapping[str, Any] | None], None]
+"""Registers a run's checkpoints as models in MLflow, and also its export if the run has an outcome; raises MLflow's errors,
+and leaves models that are already registered unchanged."""
 
 
 def tracking_uri(config: TrainingConfig) -> str:
@@ -276,21 +280,23 @@ def fit(
 
     SIGTERM has the workers save the current step, and ends as Ctrl-C does.
     """
+    make_mailbox: Callable[[], Any] = Mailbox
+    carry_out = _train_in_this_process
+    if not in_this_process:
+        from jobs.engine.ray_train import RemoteMailbox, train_with_ray
+
+        make_mailbox = RemoteMailbox
+        carry_out = partial(train_with_ray, data_cpus=data_cpus, callbacks=callbacks)
     run, mailbox, ask = config.run, None, None
     if with_progress:
-        mailbox = _make_mailbox(config)
+        mailbox = make_mailbox()
         ask = mailbox.ask_to_stop
         job = dataclasses.replace(job, mailbox=mailbox, with_bar=sys.stderr.isatty())
     console = Console(mailbox, run.num_steps, max_stall_minutes=run.max_stall_minutes) if mailbox else None
     with console or nullcontext():
         try:
             with stopping_softly(ask, grace_seconds=run.grace_seconds, say=print) if ask else nullcontext():
-                if in_this_process:
-                    result = _train_in_this_process(config, job)
-                else:
-                    from jobs.engine.ray_train import train_with_ray
-
-                    result = train_with_ray(config, job, data_cpus=data_cpus, callbacks=callbacks)
+                result = carry_out(config, job)
         except KeyboardInterrupt:
             if console is None or not console.stalled:
                 raise
@@ -313,14 +319,6 @@ def _train_in_this_process(config: TrainingConfig, job: WorkerJob) -> dict[str, 
         cause = f"{type(error).__name__}: {error}"
         trace = traceback.format_exc()
         raise CrashedTrainingError(f"{trace}{cause}; {describe_continuation(directory)}", cause) from error
-
-
-def _make_mailbox(config: TrainingConfig) -> Any:
-    if config.workers.local:
-        return Mailbox()
-    from jobs.engine.ray_train import RemoteMailbox
-
-    return RemoteMailbox()
 
 
 @contextmanager
@@ -458,14 +456,6 @@ def check_room(config: TrainingConfig, data_cpus: float) -> None:
 def keep_end(config: TrainingConfig, unsent_metrics: Sequence[Sequence[Any]], *, note: str) -> None:
     """Store what MLflow must still receive in the run's directory, until :func:`record_end` has sent it."""
     write_json(_file(config), {"unsent_metrics": list(unsent_metrics), "note": note})
-
-
-class RecordModels(Protocol):
-    """Registers a run's checkpoints as models in MLflow, and also its export if the run has an outcome."""
-
-    def __call__(self, config: TrainingConfig, tracked: TrackedRun, outcome: Mapping[str, Any] | None) -> None:
-        """Register the models; raises MLflow's errors, and leaves models that are already registered unchanged."""
-        ...
 
 
 def record_end(config: TrainingConfig, outcome: Mapping[str, Any], record_models: RecordModels | None = None) -> None:
