@@ -17,8 +17,7 @@ from jobs.scoring.dual_encoders.config import EvaluateClipConfig
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status: 1 if a part of the evaluation failed."""
-    launch = "jobs.scoring.dual_encoders.evaluate"
-    return run_evaluation(arguments, EvaluateClipConfig, launch, job="evaluate_clip", description=__doc__)
+    return run_evaluation(arguments, EvaluateClipConfig, job="evaluate_clip", description=__doc__)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ from jobs.scoring.language_models.config import EvaluateConfig
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status: 1 if a part of the evaluation failed."""
-    launch = "jobs.scoring.language_models.evaluate"
-    return run_evaluation(arguments, EvaluateConfig, launch, job="evaluate_lm", description=__doc__)
+    return run_evaluation(arguments, EvaluateConfig, job="evaluate_lm", description=__doc__)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status: 1 if a part of the evaluation failed."""
-    launch = "jobs.scoring.sentence_encoders.evaluate"
-    return run_evaluation(arguments, EvaluateSentencesConfig, launch, job="evaluate_sentences", description=__doc__)
+    return run_evaluation(arguments, EvaluateSentencesConfig, job="evaluate_sentences", description=__doc__)
 
 
 if __name__ == "__main__":

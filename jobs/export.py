@@ -8,22 +8,22 @@ For example:
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 
 import tyro
 
 from jobs.engine.command_line import ending_in_one_line, parse_options, run_job
 
 _TASKS = {
-    "LanguageModelConfig": "jobs.tasks.language_model",
-    "ClipConfig": "jobs.tasks.dual_encoder",
-    "SentenceConfig": "jobs.tasks.sentence_encoder",
-    "ImageEncoderConfig": "jobs.tasks.image_encoder",
-    "ClassifierConfig": "jobs.tasks.classifier",
+    "LanguageModelConfig": "jobs.tasks.language_model.config",
+    "ClipConfig": "jobs.tasks.dual_encoder.config",
+    "SentenceConfig": "jobs.tasks.sentence_encoder.config",
+    "ImageEncoderConfig": "jobs.tasks.image_encoder.config",
+    "ClassifierConfig": "jobs.tasks.classifier.config",
 }
-"""Maps the class of a run's configuration to the package of its task, which has the modules `config` and `plan`."""
+"""Maps the class of a run's configuration to its module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         if kind not in _TASKS:
             raise ValueError(f"{directory} is a run of {kind}, which is none of {', '.join(_TASKS)}")
         late = find_checkpoint(directory, job.step, job.output)
-        module = importlib.import_module(f"{_TASKS[kind]}.config")
-        config = configuration_from(getattr(module, kind), values)
+        config = configuration_from(getattr(import_module(_TASKS[kind]), kind), values)
         # The directory may have been moved since the run.
         storage, _, name = directory.rpartition("/")
         config = replace(config, run=replace(config.run, storage=storage, name=name))

@@ -25,8 +25,13 @@ def main(arguments: Sequence[str]) -> int:
     # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
     from jobs.engine.cluster import check_machine
     from jobs.engine.launch import check_room, check_writable, make_plan
+    from jobs.scoring.features import prepare_embeddings, prepare_hidden_states
 
-    prepare, training = _functions_for(config)
+    prepare: Callable[[Any], Sequence[Any]] = prepare_hidden_states
+    training = "--model.features to the same options of jobs.train_lm"
+    if isinstance(config, ClipConfig):
+        prepare = prepare_embeddings
+        training = "--model.features --data.view central to the same options of jobs.train_clip"
     with ending_in_one_line(lambda: config.run.prepared_directory):
         plan = make_plan(config)
         if dry_run:
@@ -41,15 +46,6 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{features.directory}  {features.describe_size()}")
     print(f"\nTo train on them, add {training}")
     return 0
-
-
-def _functions_for(config: Any) -> tuple[Callable[[Any], Sequence[Any]], str]:
-    """Return what stores the features of a training run, and how to train on these."""
-    from jobs.scoring.features import prepare_embeddings, prepare_hidden_states
-
-    if isinstance(config, ClipConfig):
-        return prepare_embeddings, "--model.features --data.view central to the same options of jobs.train_clip"
-    return prepare_hidden_states, "--model.features to the same options of jobs.train_lm"
 
 
 if __name__ == "__main__":

@@ -17,13 +17,7 @@ from jobs.tasks.presets.sentences import PRESETS
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
-    return run_training(
-        arguments,
-        PRESETS,
-        job="train_sentences",
-        description=__doc__,
-        results="curves.png",
-    )
+    return run_training(arguments, PRESETS, job="train_sentences", description=__doc__, results="curves.png")
 
 
 if __name__ == "__main__":

@@ -62,10 +62,8 @@ def run_subcommand(
     return 0
 
 
-def run_evaluation(
-    arguments: Sequence[str], config_type: type[Config], launch: str, *, job: str, description: str | None
-) -> int:
-    """Parse the arguments, run `evaluate` of the module `launch`, and print its table and where the results are."""
+def run_evaluation(arguments: Sequence[str], config_type: type[Config], *, job: str, description: str | None) -> int:
+    """Parse the arguments, run `evaluate` of the module beside the configuration's, and print its table and its place."""
     config = parse_options(config_type, arguments, job=job, description=description)
     # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
@@ -77,7 +75,8 @@ def run_evaluation(
 
     disable_progress_bar()
     set_verbosity_error()
-    evaluate: Callable[[Config], Results] = import_module(launch).evaluate
+    package = config_type.__module__.rpartition(".")[0]
+    evaluate: Callable[[Config], Results] = import_module(f"{package}.evaluate").evaluate
     results = f"\n\n  results   {config.run.directory}/results.md and results.json"
     with ending_in_one_line():
         try:
