@@ -87,26 +87,15 @@ class Statement:
     high: float = math.inf
 
 
-def above(a: str, b: str, measure: str, *, by: float = 0.0) -> Statement:
-    """Returns the statement a − b > by."""
-    margin = f" + {by:g}" if by > 0 else f" − {-by:g}" if by < 0 else ""
-    return Statement(text=f"{measure}: {a} > {b}{margin}", weights={(a, measure): 1.0, (b, measure): -1.0}, low=by)
+def difference(more: str, less: str, measure: str) -> dict[tuple[str, str], float]:
+    """Returns the weights of the difference of a measure between two arms."""
+    return {(more, measure): 1.0, (less, measure): -1.0}
 
 
-def below(a: str, b: str, measure: str) -> Statement:
-    """Returns the statement b − a > 0."""
-    return Statement(text=f"{measure}: {a} < {b}", weights={(b, measure): 1.0, (a, measure): -1.0}, low=0.0)
-
-
-def equal(a: str, b: str, measure: str, *, within: float) -> Statement:
-    """Returns the statement |a − b| < within."""
-    weights = {(a, measure): 1.0, (b, measure): -1.0}
-    return Statement(text=f"{measure}: {a} = {b} ± {within:g}", weights=weights, low=-within, high=within)
-
-
-def between(arm: str, measure: str, low: float, high: float) -> Statement:
-    """Returns the statement low < value < high."""
-    return Statement(text=f"{measure}: {low:g} < {arm} < {high:g}", weights={(arm, measure): 1.0}, low=low, high=high)
+def above(a: str, b: str, measure: str, *, margin: float = 0.0) -> Statement:
+    """Returns the statement a > b − margin."""
+    text = f"{measure}: {a} > {b}" + (f" − {margin:g}" if margin else "")
+    return Statement(text=text, weights=difference(a, b, measure), low=0.0 - margin)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,24 +145,9 @@ _RETRIEVAL = {
 _CLASSIFICATION = {"CIFAR-10": "cifar10/top@1", "CIFAR-100": "cifar100/top@1", "ImageNet": "imagenet/top@1"}
 
 
-def _score(
-    name: str,
-    title: str,
-    key: str,
-    factor: float = 1.0,
-    digits: int = 2,
-    is_exact: bool = False,
-    place: float = math.nan,
-) -> Measure:
+def _score(name: str, title: str, key: str, factor: float = 1.0, **fields: Any) -> Measure:
     """Returns a measure that is one of the scores times a factor; NaN if the run lacks the score."""
-    return Measure(
-        name=name,
-        title=title,
-        value=lambda scores: factor * scores.get(key, math.nan),
-        digits=digits,
-        is_exact=is_exact,
-        place=place,
-    )
+    return Measure(name=name, title=title, value=lambda scores: factor * scores.get(key, math.nan), **fields)
 
 
 def _perplexity(name: str, title: str, key: str) -> Measure:
@@ -301,17 +275,20 @@ def read_claim(claim: str | Mapping[str, Any], arms: Sequence[str], measures: Se
         )
     elif found := match(r"ARM(?: > ARM){2,}"):
         names = [one[0] for one in re.finditer(arm, rest)]
-        yield from (below(after, before, head) for before, after in itertools.pairwise(names))
+        for before, after in itertools.pairwise(names):
+            yield Statement(text=f"{head}: {after} < {before}", weights=difference(before, after, head), low=0.0)
     elif found := match(r"NUMBER < ARM < NUMBER"):
-        yield between(found[2], head, float(found[1]), float(found[3]))
+        yield Statement(text=claim, weights={(found[2], head): 1.0}, low=float(found[1]), high=float(found[3]))
     elif found := match(r"ARM = ARM ± NUMBER"):
-        yield equal(found[1], found[2], head, within=float(found[3]))
+        within = float(found[3])
+        yield Statement(text=claim, weights=difference(found[1], found[2], head), low=-within, high=within)
     elif found := match(r"ARM ([<>]) (.+?)(?: − NUMBER)?"):
         for name, other in itertools.product(head.split(" | "), found[3].split(" | ")):
             if found[2] == "<":
-                yield below(found[1], other, name)
+                text = f"{name}: {found[1]} < {other}"
+                yield Statement(text=text, weights=difference(other, found[1], name), low=0.0)
             else:
-                yield above(found[1], other, name, by=-float(found[4]) if found[4] else 0.0)
+                yield above(found[1], other, name, margin=float(found[4] or 0.0))
     else:
         raise ValueError(f"experiments.yaml: no known form of a claim: {claim!r}")
 

@@ -30,10 +30,6 @@ from jobs.studies.reproduction.experiments import (
     Measure,
     Statement,
     Study,
-    above,
-    below,
-    between,
-    equal,
     find,
     read_claim,
 )
@@ -252,27 +248,33 @@ def replicates(**arms: list[float]) -> dict[str, dict[str, dict[str, float]]]:
     return {arm: {str(seed): {"x": value} for seed, value in enumerate(values)} for arm, values in arms.items()}
 
 
-def verdict(statement: Statement, **arms: list[float]) -> str:
-    """Returns the verdict on a statement about these arms."""
-    return judge(statement, replicates(**arms), MEASURES).verdict
+def verdict(claim: str, **arms: list[float]) -> str:
+    """Returns the verdict on a claim about these arms."""
+    return judge(state(claim), replicates(**arms), MEASURES).verdict
+
+
+def state(claim: str) -> Statement:
+    (statement,) = read_claim(claim, ["a", "b"], ["x"])
+    assert statement.text == claim
+    return statement
 
 
 def test_verdicts_by_hand() -> None:
-    assert verdict(above("a", "b", "x"), a=[3, 4, 5], b=[1, 2, 3.1]) == "holds"
-    assert verdict(above("a", "b", "x"), a=[1, 2, 3.1], b=[3, 4, 5]) == "does not hold"
-    assert verdict(above("a", "b", "x"), a=[3, 1, 5], b=[1, 2, 4]) == UNSEEN
+    assert verdict("x: a > b", a=[3, 4, 5], b=[1, 2, 3.1]) == "holds"
+    assert verdict("x: a > b", a=[1, 2, 3.1], b=[3, 4, 5]) == "does not hold"
+    assert verdict("x: a > b", a=[3, 1, 5], b=[1, 2, 4]) == UNSEEN
     # Differences are taken seed by seed, since seeds differ by far more than arms do.
-    assert verdict(above("a", "b", "x"), a=[1.1, 50.12, 99.09], b=[1, 50, 99]) == "holds"
-    assert verdict(below("a", "b", "x"), a=[1, 50, 99], b=[1.1, 50.12, 99.09]) == "holds"
-    assert verdict(equal("a", "b", "x", within=1), a=[1.1, 2.2, 3.3], b=[1.2, 2.1, 3.3]) == "holds"
-    assert verdict(equal("a", "b", "x", within=1), a=[5, 6, 7], b=[1, 2, 3.1]) == "does not hold"
-    assert verdict(between("a", "x", 0, 1), a=[0.4, 0.5, 0.6]) == "holds"
+    assert verdict("x: a > b", a=[1.1, 50.12, 99.09], b=[1, 50, 99]) == "holds"
+    assert verdict("x: a < b", a=[1, 50, 99], b=[1.1, 50.12, 99.09]) == "holds"
+    assert verdict("x: a = b ± 1", a=[1.1, 2.2, 3.3], b=[1.2, 2.1, 3.3]) == "holds"
+    assert verdict("x: a = b ± 1", a=[5, 6, 7], b=[1, 2, 3.1]) == "does not hold"
+    assert verdict("x: 0 < a < 1", a=[0.4, 0.5, 0.6]) == "holds"
     # There is one seed, or there are no figures, or the arms are equal where a difference is claimed.
-    assert verdict(above("a", "b", "x"), a=[3], b=[1]) == UNSEEN
-    assert verdict(above("a", "b", "x"), a=[3, 4]) == UNSEEN
-    assert verdict(above("a", "b", "x"), a=[3, math.nan], b=[1, 2]) == UNSEEN
-    assert verdict(above("a", "b", "x"), a=[3, 4], b=[3, 4]) == "does not hold"
-    assert judge(above("a", "b", "x"), replicates(a=[3, 4, 5], b=[1, 2]), MEASURES).num_replicates == 2
+    assert verdict("x: a > b", a=[3], b=[1]) == UNSEEN
+    assert verdict("x: a > b", a=[3, 4]) == UNSEEN
+    assert verdict("x: a > b", a=[3, math.nan], b=[1, 2]) == UNSEEN
+    assert verdict("x: a > b", a=[3, 4], b=[3, 4]) == "does not hold"
+    assert judge(state("x: a > b"), replicates(a=[3, 4, 5], b=[1, 2]), MEASURES).num_replicates == 2
     # A seed that diverged is not left out of the mean of the others.
     study = Study(title="", arms=(Arm(name="a"),), measures=tuple(MEASURES.values()))
     columns: list[tuple[list[float], float | None]] = [([3, 4, 5], 4.0), ([3, math.nan, 5], None)]
@@ -280,13 +282,13 @@ def test_verdicts_by_hand() -> None:
         found = StudyResult.of(study, replicates(a=values)).estimate(study.arms[0], MEASURES["x"])
         assert (found.mean if found else None) == mean
     # The arm may be worse by up to 1.
-    assert verdict(above("a", "b", "x", by=-1), a=[2.9, 3.9, 5], b=[3, 4, 5]) == "holds"
+    assert verdict("x: a > b − 1", a=[2.9, 3.9, 5], b=[3, 4, 5]) == "holds"
 
 
 def test_a_measure_that_is_not_random_needs_one_seed() -> None:
     exact = {"x": dataclasses.replace(MEASURES["x"], is_exact=True)}
-    assert judge(between("a", "x", 0, 2), replicates(a=[1]), exact).verdict == "holds"
-    assert judge(between("a", "x", 2, 3), replicates(a=[1]), exact).verdict == "does not hold"
+    assert judge(state("x: 0 < a < 2"), replicates(a=[1]), exact).verdict == "holds"
+    assert judge(state("x: 2 < a < 3"), replicates(a=[1]), exact).verdict == "does not hold"
 
 
 def test_a_claim_is_as_good_as_its_worst_statement() -> None:
