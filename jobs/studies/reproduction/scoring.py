@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pyarrow.fs import FileSelector
 
 from jobs.engine.config import TrackingSection, TrainingConfig
-from jobs.engine.resumption import count_writers
+from jobs.engine.resumption import count_writers, found_checkpoints
 from jobs.scoring.config import LanguageModelPool
 from pipelines.local_copy import local_copy
-from pipelines.storage import read_bytes, resolve
+from pipelines.storage import read_bytes
 
 if TYPE_CHECKING:
     from jobs.tasks.dual_encoder.config import ClipConfig
@@ -298,17 +297,9 @@ def read_stored_temperatures(directory: str, num_pairs: int) -> Any:
 
     from tempnet.contrastive.state import state_file_names
 
-    checkpoints = sorted(path for path in _names(directory) if path.startswith("checkpoint-"))
-    last = f"{directory}/{checkpoints[-1]}" if checkpoints else directory
+    last = f"{directory}/{max(found_checkpoints(directory), default='')}"
     files = state_file_names(count_writers(last))
-    if not set(files) <= set(_names(last)):
-        raise FileNotFoundError(f"{directory} holds no checkpoint with the temperatures of its samples")
     tau = np.empty((2, num_pairs))
     for rank, file in enumerate(files):
         tau[:, rank :: len(files)] = load(read_bytes(f"{last}/{file}"))["tau"]
     return tau
-
-
-def _names(directory: str) -> list[str]:
-    filesystem, path = resolve(directory)
-    return [item.base_name for item in filesystem.get_file_info(FileSelector(path))]
