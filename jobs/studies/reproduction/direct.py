@@ -86,15 +86,30 @@ def measure_overhead(scale: str, seed: int) -> dict[str, dict[str, float]]:
     medians over the rounds of the ratio to the plain model's time in the same round; the other figures are tokens per second.
     Weights and tokens are random, since only their shapes matter. A GPU is used if the preset requires one.
     """
+    from jobs.tasks.language_model.models import build_base, build_model, build_tempnet, state_size
+    from pipelines.text.tokenization import load_tokenizer
+
     config = PRESETS["gpt2-scratch-small" if scale == "small" else "gpt2-scratch"]()
-    assert isinstance(config, LanguageModelConfig)
     torch.manual_seed(seed)
     if config.workers.num_threads:
         torch.set_num_threads(config.workers.num_threads)
-    size = config.optimizer.batch_size
+    device, tokenizer = _find_device(config), load_tokenizer(config.tokenizer)
+    size, length = config.optimizer.batch_size, config.data.context_length
+    ids, targets = torch.randint(len(tokenizer), (2, size, length), device=device)
+    positions = torch.arange(length, device=device).expand(size, length)
+
+    def step(loss: str) -> Callable[[], None]:
+        changed = dataclasses.replace(config, temperature=dataclasses.replace(config.temperature, loss=loss))
+        return training_step(build_model(changed, tokenizer).to(device), ids, positions, targets)
+
+    steps = {"plain": step("ce"), "TempNet": step("dro")}
+    base: Any = build_base(config, tokenizer).eval().to(device)
+    rho = config.temperature.resolve_rho(len(tokenizer))
+    assert rho is not None
+    network = build_tempnet(config, len(tokenizer), rho, state_size=state_size(base)).eval().to(device)
+    prompts = torch.randint(len(tokenizer), (size, _NUM_PROMPT_TOKENS), device=device)
     return _compare(
-        training=(_make_training_steps(config), size * config.data.context_length),
-        generation=(_make_generators(config), size * _NUM_NEW_TOKENS),
+        training=(steps, size * length), generation=(_generators(base, network, prompts), size * _NUM_NEW_TOKENS)
     )
 
 
@@ -218,38 +233,6 @@ def _step(module: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
         optimizer.zero_grad()
 
     return step
-
-
-def _make_training_steps(config: LanguageModelConfig) -> dict[str, Callable[[], None]]:
-    from jobs.tasks.language_model.models import build_model
-    from pipelines.text.tokenization import load_tokenizer
-
-    device, tokenizer = _find_device(config), load_tokenizer(config.tokenizer)
-    shape = (config.optimizer.batch_size, config.data.context_length)
-    ids, targets = torch.randint(len(tokenizer), (2, *shape), device=device)
-    positions = torch.arange(shape[1], device=device).expand(shape)
-
-    def form(loss: str) -> Callable[[], None]:
-        module = build_model(
-            dataclasses.replace(config, temperature=dataclasses.replace(config.temperature, loss=loss)), tokenizer
-        ).to(device)
-        return training_step(module, ids, positions, targets)
-
-    return {"plain": form("ce"), "TempNet": form("dro")}
-
-
-def _make_generators(config: LanguageModelConfig) -> dict[str, Callable[[], None]]:
-    from jobs.tasks.language_model.models import build_base, build_tempnet, state_size
-    from pipelines.text.tokenization import load_tokenizer
-
-    device, tokenizer = _find_device(config), load_tokenizer(config.tokenizer)
-    base = build_base(config, tokenizer).eval()
-    base.to(device)
-    rho = config.temperature.resolve_rho(len(tokenizer))
-    assert rho is not None
-    network = build_tempnet(config, len(tokenizer), rho, state_size=state_size(base)).eval().to(device)
-    prompts = torch.randint(len(tokenizer), (config.optimizer.batch_size, _NUM_PROMPT_TOKENS), device=device)
-    return _generators(base, network, prompts)
 
 
 def _generators(base: Any, network: TempNet, prompts: Tensor) -> dict[str, Callable[[], None]]:
