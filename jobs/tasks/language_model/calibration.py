@@ -79,32 +79,21 @@ def read_or_measure(
         # The run was begun by a version that measured neither.
         record = {END: None, RANGE: None} | record
     if missing := needed - record.keys():
-        record |= _measured_before_or_now(config, text, base, features, missing)
+        key = [
+            base and base.digest, config.base_precision, config.data.attend_across_documents, config.data.end_of_document,
+            config.temperature.num_calibration_tokens, features is not None,
+        ]  # fmt: skip
+        name = hashlib.blake2b(json.dumps(key).encode(), digest_size=6).hexdigest()
+        file = f"{text.directory}/measured-{name}.json"  # beside the prepared text
+        known: dict[str, Any] = read_json(file) or {}
+        if wanted := missing - known.keys():
+            known |= _in_task(config, text, features, sorted(wanted))
+            write_json(file, known)
+        record |= {name: known[name] for name in missing}
     config = with_measured(config, record)
     if config.temperature.needs_calibration and "rho" not in record:
         record |= calibrate(config, text)
     return with_measured(config, record), record
-
-
-def _measured_before_or_now(
-    config: LanguageModelConfig,
-    text: Manifest,
-    base: BaseReference | None,
-    features: Features | None,
-    missing: set[str],
-) -> dict[str, Any]:
-    """Return what is missing, from the file beside the prepared text, which is completed."""
-    key = [
-        base and base.digest, config.base_precision, config.data.attend_across_documents, config.data.end_of_document,
-        config.temperature.num_calibration_tokens, features is not None,
-    ]  # fmt: skip
-    name = hashlib.blake2b(json.dumps(key).encode(), digest_size=6).hexdigest()
-    file = f"{text.directory}/measured-{name}.json"
-    known: dict[str, Any] = read_json(file) or {}
-    if wanted := missing - known.keys():
-        known |= _in_task(config, text, features, sorted(wanted))
-        write_json(file, known)
-    return {name: known[name] for name in missing}
 
 
 def calibrate(
