@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -229,6 +229,14 @@ class ContrastiveSteering(RhoSteering):
         """Update ρ from the output of the loss, whose dual gradients are f'(τ); does nothing if it has none."""
         if (slope := output["dual_gradient"]) is not None:
             self.observe(output["tau"].flatten(), slope.flatten())
+
+
+def encode_all(encode: Callable[[np.ndarray], Tensor], numbers: np.ndarray, world: World, batch_size: int) -> Tensor:
+    """Return the embeddings of numbered items, of which every rank encodes a part. All ranks must call this."""
+    share = -(-len(numbers) // world.size)
+    mine = np.resize(numbers, share * world.size)[world.rank * share : (world.rank + 1) * share]
+    parts = [encode(mine[at : at + batch_size]) for at in range(0, share, batch_size)]
+    return world.gather(torch.cat(parts))[: len(numbers)]
 
 
 def build_encoder(

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from jobs.tasks.base import encode_all
 from jobs.tasks.dual_encoder.config import ClipConfig
 from pipelines.images.pairs import PairSource
 from tempnet.baselines import compare_with_constants
@@ -79,21 +79,10 @@ class RetrievalSet:
             )
 
         return HeldOut(
-            image=self._encode_all(encode_images, self.num_images, world, device),
-            text=self._encode_all(encode_texts, len(self.captions), world, device),
+            image=encode_all(encode_images, np.arange(self.num_images), world, self.batch_size).cpu(),
+            text=encode_all(encode_texts, np.arange(len(self.captions)), world, self.batch_size).cpu(),
             image_of_text=self.image_of_text,
         )
-
-    def _encode_all(
-        self, encode: Callable[[np.ndarray], Tensor], count: int, world: World, device: torch.device
-    ) -> Tensor:
-        """Encode this rank's share of the items 0 … count − 1, and gather the embeddings of all ranks."""
-        size = -(-count // world.size)
-        share = np.arange(min(world.rank * size, count), min((world.rank + 1) * size, count))
-        numbers = share if len(share) else np.arange(1)
-        parts = [encode(numbers[at : at + self.batch_size]) for at in range(0, len(numbers), self.batch_size)]
-        local = torch.cat(parts)[: len(share)].to(device)
-        return world.gather(F.pad(local, (0, 0, 0, size - len(local))))[:count].cpu()
 
 
 def score(

@@ -13,7 +13,7 @@ from torch import Tensor
 from jobs.engine.export import open_export
 from jobs.engine.hardware import worker_device
 from jobs.engine.task import ParameterGroup, StepResult, Task
-from jobs.tasks.base import DataReference, autocast_dtype, base_and_tempnet_groups, to_device, unimodal_loss
+from jobs.tasks.base import DataReference, autocast_dtype, base_and_tempnet_groups, encode_all, to_device, unimodal_loss
 from jobs.tasks.image_encoder.config import ImageEncoderConfig
 from jobs.tasks.images import build_image_tower, cache_for, random_pairs
 from pipelines.images.manifest import ImageManifest
@@ -112,16 +112,16 @@ class ImageEncoderTask(Task[ImageEncoderConfig]):
     @torch.no_grad()
     def _features(self, source: PairSource, numbers: np.ndarray, device: torch.device) -> Tensor:
         """Return the features (n, w) of the central views of n images; every rank encodes a part. All must call this."""
-        world, size, module = World.current(), self.config.validation.batch_size, self.module
-        share = -(-len(numbers) // world.size)
-        mine = np.resize(numbers, share * world.size)[world.rank * share : (world.rank + 1) * share]
-        was_training = module.training
+        module, was_training = self.module, self.module.training
         module.eval()
-        parts = [
-            module.features(to_device(source.read_images(mine[at : at + size]), device)) for at in range(0, share, size)
-        ]
+        features = encode_all(
+            lambda some: module.features(to_device(source.read_images(some), device)),
+            numbers,
+            World.current(),
+            self.config.validation.batch_size,
+        )
         module.train(was_training)
-        return world.gather(torch.cat(parts))[: len(numbers)]
+        return features
 
     def describe(self, scores: Mapping[str, float]) -> str:
         """Format scores as a short text for a progress line."""
