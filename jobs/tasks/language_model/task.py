@@ -27,11 +27,7 @@ from jobs.engine.task import ParameterGroup, RhoSteering, StepResult, Task
 from jobs.tasks.base import DataReference, base_and_tempnet_groups, feature_cache, num_stored_readers
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.data import write_training_text
-from jobs.tasks.language_model.models import (
-    build_models,
-    find_divisible_base,
-    flops_per_token,
-)
+from jobs.tasks.language_model.models import build_models, find_divisible_base, flops_per_token
 from jobs.tasks.language_model.validation import ValidationPart, to_tensors, validate
 from jobs.tasks.text import cache_for, find
 from pipelines.features import Features, FeatureSource
@@ -90,10 +86,20 @@ class LanguageModelTask(Task[LanguageModelConfig]):
 
     def build(self, *, is_fresh: bool) -> None:
         """Build the module, and read this rank's part of the validation blocks."""
-        self._read_validation()
+        self.validation = ValidationPart.read(
+            self.validation_data,
+            self.config.validation.num_blocks,
+            rank=self.rank,
+            world_size=self.world_size,
+            end_is_target=self.config.data.predicts_end,
+        )
         tokenizer = load_tokenizer(self.config.tokenizer)
+        base: Any = None
         divisible = None if self.features else find_divisible_base(self.config)
-        base = self._stored_base() if divisible is None else divisible[0]
+        if self.features is not None:
+            base = StoredBase.load(Path(local_copy(f"{self.features.directory}/{HEAD_FILE}")))
+        elif divisible is not None:
+            base, _ = divisible
         modules = build_models([member.config for member in self.make_members()], tokenizer, base)
         self.is_compiled = self.config.workers.compiles and self.features is None
         if divisible is not None:
@@ -116,22 +122,6 @@ class LanguageModelTask(Task[LanguageModelConfig]):
 
     def _set_rho(self, rho: float) -> None:
         self.module.loss_config = replace(self.module.loss_config, rho=rho)
-
-    def _read_validation(self) -> None:
-        """Read this rank's part of the validation blocks, or of their features."""
-        self.validation = ValidationPart.read(
-            self.validation_data,
-            self.config.validation.num_blocks,
-            rank=self.rank,
-            world_size=self.world_size,
-            end_is_target=self.config.data.predicts_end,
-        )
-
-    def _stored_base(self) -> StoredBase | None:
-        """Return the output layer of a base whose hidden states are stored; None if the base computes them."""
-        if self.features is None:
-            return None
-        return StoredBase.load(Path(local_copy(f"{self.features.directory}/{HEAD_FILE}")))
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """Return two groups: the base model and the TempNet."""
