@@ -7,7 +7,7 @@ import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -18,15 +18,14 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 from jobs.engine.config import EncoderSection, OptimizerSection, TrainingConfig
 from jobs.engine.fields import resolve_fields, with_absolute_paths
 from jobs.engine.hardware import GIB
-from jobs.engine.task import ParameterGroup, RhoSteering, Task, trainable
-from jobs.tasks.config import ContrastiveSection, ReadSection, UnimodalSection
+from jobs.engine.task import ParameterGroup, Task, trainable
+from jobs.tasks.config import ReadSection, UnimodalSection
 from pipelines.block_cache import DIRECTORY_VARIABLE
 from pipelines.local_copy import checked_copy
 from pipelines.object_store import is_local
 from pipelines.plan import StreamPlan
 from pipelines.storage import read_json, resolve
 from tempnet.base_model import BASE_FILE, BaseReference
-from tempnet.contrastive.losses import ContrastiveLoss, ContrastiveOutput
 from tempnet.contrastive.normalisers import NormaliserNet
 from tempnet.contrastive.state import SampleState, World
 from tempnet.contrastive.unimodal import UnimodalLoss
@@ -206,29 +205,6 @@ def naming_field(field: str) -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         raise type(error)(f"{field}{error}") from error
-
-
-class ContrastiveSteering(RhoSteering):
-    """Adjusts the ρ of a contrastive loss, where K is the number of training samples minus one."""
-
-    def __init__(self, section: ContrastiveSection, loss: ContrastiveLoss, num_samples: int) -> None:
-        def apply(rho: float) -> None:
-            loss.config = replace(loss.config, rho=rho)
-
-        limit = math.log(max(2, num_samples - 1))
-        super().__init__(
-            target=section.target_tau,
-            gain=section.rho_gain,
-            rho=loss.config.rho,
-            limit=limit,
-            tau_range=section.tau_range,
-            apply=apply,
-        )
-
-    def observe_pairs(self, output: ContrastiveOutput) -> None:
-        """Update ρ from the output of the loss, whose dual gradients are f'(τ); does nothing if it has none."""
-        if (slope := output["dual_gradient"]) is not None:
-            self.observe(output["tau"].flatten(), slope.flatten())
 
 
 def encode_all(encode: Callable[[np.ndarray], Tensor], numbers: np.ndarray, world: World, batch_size: int) -> Tensor:

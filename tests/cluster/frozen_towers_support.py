@@ -117,7 +117,7 @@ def train_alone(task: ClipTask) -> tuple[list[float], list[int]]:
         optimizer.zero_grad()
         scheduler.step()
         if is_steered:
-            task.steering.observe_pairs(output)
+            task.steering.observe(output["tau"].flatten(), output["dual_gradient"].flatten())
         losses.append(output["loss"].item())
         digests.append(int(batch["digest"].sum()))
     return losses, digests

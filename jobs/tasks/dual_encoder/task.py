@@ -5,7 +5,9 @@ Its data, images and captions or the stored embeddings of frozen towers, and its
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from jobs.engine.export import open_export
 from jobs.engine.hardware import worker_device
-from jobs.engine.task import ParameterGroup, StepResult, Task
+from jobs.engine.task import ParameterGroup, RhoSteering, StepResult, Task
 from jobs.tasks.base import (
-    ContrastiveSteering,
     DataReference,
     autocast_dtype,
     base_and_tempnet_groups,
@@ -69,7 +70,7 @@ class ClipTask(Task[ClipConfig]):
     module: Any
     """A `TemperatureDualEncoder`; of several runs that train together a `SideBySideDualEncoder`, whose parts the members
     have."""
-    steering: ContrastiveSteering
+    steering: RhoSteering
 
     def __init__(self, config: ClipConfig, data: DataReference, rank: int, world_size: int) -> None:
         self.data, self.base = data, data.base
@@ -99,7 +100,9 @@ class ClipTask(Task[ClipConfig]):
     def build(self, *, is_fresh: bool) -> None:
         """Build the module with its per-sample state, initialise the prototypes, and find the validation set."""
         self._find_held_out()
-        towers = self._build_towers()
+        towers = None  # with stored embeddings
+        if self.data.features is None:
+            towers = build_encoder(self.config, load_tokenizer(self.config.tokenizer, needs_eos=False))
         for member in self.make_members():
             member._build_on(towers, is_fresh=is_fresh)
         if len(self.members) > 1:
@@ -111,15 +114,20 @@ class ClipTask(Task[ClipConfig]):
         self.module = add_loss(towers, self.config, num_pairs=self.train.num_pairs, device=device)
         if is_fresh:
             self._init_prototypes(device)
-        self.steering = ContrastiveSteering(self.config.temperature, self.module.loss, self.train.num_pairs)
+        settings = self.config.temperature
+        self.steering = RhoSteering(
+            target=settings.target_tau,
+            gain=settings.rho_gain,
+            rho=self.module.loss.config.rho,
+            limit=math.log(max(2, self.train.num_pairs - 1)),
+            tau_range=settings.tau_range,
+            apply=self._set_rho,
+        )
         if self.data.given_tau is not None:
             self.module.loss.state.fill("tau", torch.from_numpy(self.data.given_tau))
 
-    def _build_towers(self) -> DualEncoder | None:
-        """Return the towers; None with stored embeddings."""
-        if self.data.features is not None:
-            return None
-        return build_encoder(self.config, load_tokenizer(self.config.tokenizer, needs_eos=False))
+    def _set_rho(self, rho: float) -> None:
+        self.module.loss.config = replace(self.module.loss.config, rho=rho)
 
     def _find_held_out(self) -> None:
         """Read the stored embeddings of the validation set, or its captions."""
@@ -175,7 +183,7 @@ class ClipTask(Task[ClipConfig]):
         engine.step()
         for member, is_steered, output in zip(self.members, are_steered, outputs, strict=True):
             if is_steered:
-                member.steering.observe_pairs(output)
+                member.steering.observe(output["tau"].flatten(), output["dual_gradient"].flatten())
         statistics: Any = None
         if with_statistics:
             statistics = [PairStatistics.of(output, config) for output, config in zip(outputs, configs, strict=True)]
