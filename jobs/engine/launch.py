@@ -184,6 +184,7 @@ def train(
                 callbacks=callbacks,
             )
         outcome = finish(plan, prepared, tracked, result)
+        write_outcome(outcome)
         if not keep_checkpoints:
             delete_checkpoints(config.run.directory)
         record_end(config, outcome, record_models)
@@ -229,12 +230,18 @@ def train_group(
     result = fit(config, job, data_cpus=plans[0].data_cpus, with_progress=with_progress)
     outcomes = {}
     for name, plan, task in zip(names, plans, prepared, strict=True):
-        if name not in result["members"]:
-            continue
-        found = result["members"][name] | {"unsent_metrics": result["unsent_metrics"]}
-        outcomes[name] = finish(plan, task, tracked.get(name), found)
-        record_end(plan.config, outcomes[name], record_models)
-    delete_checkpoints(config.run.directory)
+        if name in result["members"]:
+            found = result["members"][name] | {"unsent_metrics": result["unsent_metrics"]}
+            outcomes[name] = finish(plan, task, tracked.get(name), found)
+    # All at the end: a member that is finished before the others leaves a group of another digest, without checkpoints.
+    for outcome in outcomes.values():
+        write_outcome(outcome)
+    # With the record of its checkpoints: if all have failed, the same group begins again.
+    filesystem, path = resolve(config.run.directory)
+    filesystem.delete_dir(path)
+    for plan in plans:
+        if outcome := outcomes.get(plan.config.run.name):
+            record_end(plan.config, outcome, record_models)
     return outcomes, result["failed"]
 
 
@@ -496,7 +503,7 @@ def _file(config: TrainingConfig) -> str:
 
 
 def finish(plan: Plan, prepared: PreparedTask, tracked: TrackedRun | None, result: dict[str, Any]) -> dict[str, Any]:
-    """Write the outcome, the report, and what remains to be sent to MLflow; return the outcome."""
+    """Write the report, and what remains to be sent to MLflow; return the outcome, with which the run is finished."""
     config = plan.config
     unsent = result.pop("unsent_metrics", {}).get(config.run.name, [])
     data = {"num_samples": prepared.num_samples, **prepared.read_data_outcome()}
@@ -525,8 +532,12 @@ def finish(plan: Plan, prepared: PreparedTask, tracked: TrackedRun | None, resul
     if tracked:
         keep_end(config, unsent, note=f"```\n{plan.summary_table(outcome)}\n```")
     write_card(config, prepared, outcome)
-    write_json(f"{config.run.directory}/outcome.json", outcome)
     return outcome
+
+
+def write_outcome(outcome: Mapping[str, Any]) -> None:
+    """Write the outcome into the run's directory: the run is not trained again."""
+    write_json(f"{outcome['directory']}/outcome.json", outcome)
 
 
 def write_card(config: TrainingConfig, prepared: PreparedTask, outcome: Mapping[str, Any]) -> None:

@@ -20,7 +20,15 @@ from jobs.engine.config import OptimizerSection, RunSection, TrainingConfig, Wor
 from jobs.engine.export import configure, find_checkpoint
 from jobs.engine.fields import configuration_hash, with_fields
 from jobs.engine.launch import check_room, claim_directory
-from jobs.engine.resumption import check_start, checkpoint_name, start_checkpoint, write_file_list, write_record
+from jobs.engine.resumption import (
+    check_start,
+    checkpoint_name,
+    find_resumption,
+    start_checkpoint,
+    write_file_list,
+    write_record,
+)
+from jobs.engine.task import PreparedTask
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.plan import make_plan
 from jobs.tasks.presets.language_models import PRESETS, gpt2_scratch
@@ -257,3 +265,53 @@ def test_ctrl_c_while_ray_train_runs_ends_with_130(tmp_path: Path, monkeypatch: 
         run_job(lambda arguments: export.make_late_export(plan, late) or 0)
     assert ended.value.code == 130
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-00000005"]
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_runs_side_by_side_that_are_killed_while_they_are_finished_go_on(
+    change: Change, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_failed: bool
+) -> None:
+    """Trials that have an outcome are in no group any more; if all have failed, their group begins again."""
+    configs = [change({"run.name": name, "tracking.enabled": False}) for name in "ab"]
+    starts: list[tuple[str, set[str]]] = []
+
+    def fit(config: LanguageModelConfig, job: Any, **rest: Any) -> dict[str, Any]:
+        starts.append((config.run.name, set(find_resumption(config.run.directory, {}).checkpoints)))
+        if not starts[-1][1]:
+            write_checkpoint(Path(config.run.directory), 5)
+            write_record(config.run.directory, [checkpoint_name(5)])
+        members = {one.run.name: {"num_steps": 5} for one in configs}
+        failed = dict.fromkeys(members, "why") if has_failed else {}
+        return {"members": {} if failed else members, "failed": failed, "unsent_metrics": {}}
+
+    def kill(config: LanguageModelConfig, *rest: Any) -> None:
+        if len(starts) == 1 and config.run.name == "b":
+            raise KeyboardInterrupt
+
+    def start() -> tuple[dict[str, Any], dict[str, str]]:
+        plans: list[Any] = [
+            SimpleNamespace(
+                config=config, tracking_uri="", data_cpus=0.0, summary_table=str, write_report=lambda *_: None,
+                prepare=lambda config=config: PreparedTask(
+                    create_task=print, num_samples=1, parameters={}, data_sets={}, outcome={}, config=config
+                ),
+            )
+            for config in configs
+            if not claim_directory(config)
+        ]  # fmt: skip
+        settings: dict[str, Any] = {"parent_run_id": "", "with_progress": False, "origin": {}, "record_models": None}
+        return launch.train_group(plans, directory=str(tmp_path / "runs"), **settings)
+
+    monkeypatch.setattr(launch, "fit", fit)
+    monkeypatch.setattr(launch, "write_card", kill)
+    if has_failed:
+        assert start()[1] == {"a": "why", "b": "why"}
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            start()
+    outcomes, failed = start()
+    assert starts[0][0] == starts[1][0]
+    assert [checkpoints for _, checkpoints in starts] == [set(), set() if has_failed else {checkpoint_name(5)}]
+    assert (outcomes.keys(), failed.keys()) == ((set(), {"a", "b"}) if has_failed else ({"a", "b"}, set()))
+    assert all(bool(claim_directory(config)) != has_failed for config in configs)
+    assert not list((tmp_path / "runs" / "side-by-side").iterdir())
