@@ -58,7 +58,10 @@ class TrainerLoss:
 
 
 class _PairLoss(nn.Module):
-    """A contrastive loss whose γ follows its own count of training batches, and whose state waits for a device and ranks."""
+    """A contrastive loss whose γ follows its own count of training batches, and whose state waits for a device and ranks.
+
+    Count and state are part of its state_dict: of the state the part of this process, which alone may load it again.
+    """
 
     def __init__(self, config: ContrastiveLossConfig, num_samples: int | None, num_steps: int | None) -> None:
         super().__init__()
@@ -73,6 +76,30 @@ class _PairLoss(nn.Module):
                 raise ValueError(f"the loss {config.name} keeps a state per sample: give num_samples, their number")
             self.state = SampleState(num_samples, config.state_columns)
         self.num_steps, self.step = num_steps or 1, 0
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return, for state_dict, what is no parameter: the count of batches, and the state with its place among ranks."""
+        world, columns = (World.alone(), {}) if self.state is None else (self.state.world, self.state.columns)
+        return {"step": self.step, "rank": world.rank, "size": world.size, "columns": columns}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Continue from what :meth:`get_extra_state` returned; that of another rank or other samples raises ValueError."""
+        self.step = state["step"]
+        if self.state is None:
+            return
+        world = World.current() if state["size"] > 1 else World.alone()
+        self.state = SampleState(self.state.num_samples, dict.fromkeys(self.state.columns, 0.0), world=world)
+        own, saved = (
+            {name: tuple(column.shape) for name, column in columns.items()}
+            for columns in (self.state.columns, state["columns"])
+        )
+        if (state["rank"], state["size"], saved) != (world.rank, world.size, own):
+            raise ValueError(
+                f"the state was saved by rank {state['rank']} of {state['size']} with columns {saved}; this is rank "
+                f"{world.rank} of {world.size}, whose loss keeps {own}"
+            )
+        for name, column in self.state.columns.items():
+            column.copy_(state["columns"][name])
 
     def _next_gamma(self, loss: ContrastiveLoss, device: torch.device) -> float:
         """Return γ of a batch. The first one finds device and ranks, as a script may make the loss before either."""
@@ -98,6 +125,10 @@ class SentencePairLoss(_PairLoss):
     `label`; those whose γ falls (fastclip, neuclip) need `num_steps`, the number of training batches of this process. A loss
     with a TempNet makes a new one for the embeddings of the `SentenceTransformer`, unless one is given. Networks begin at
     random: `loss.tempnet.init_prototypes` and `loss.bimodal.image_normaliser.init_prototypes` set them to embeddings.
+
+    The trainer's checkpoints hold the encoder alone. To resume, every process saves its `loss.state_dict()` beside them, in a
+    callback's `on_save`, and loads it before `train(resume_from_checkpoint=…)`: else networks, temperatures, state and γ
+    begin anew, without a word.
 
     With several processes all samples are negatives of each other, and the gradients of the loss's own parameters are
     averaged. In eval mode or without gradients no id is read, nothing is stored, and every sample is on its first visit, at
@@ -152,6 +183,10 @@ class ClipLoss(_PairLoss):
     the towers too, as DistributedDataParallel does. Losses with networks need `embedding_size` d, those with a state per
     sample `num_samples`, the number N of training pairs, those whose γ falls `num_steps`, the number of training batches of
     this process. Networks begin at random: `loss.image_tempnet.init_prototypes` and its like set them to embeddings.
+
+    To resume, every process saves and loads its `state_dict()`, which open_clip's checkpoints do not hold. Set `accum_freq`
+    to 1: open_clip else calls the loss that many times for a batch, so that gradients of the loss's own parameters are as
+    many times too large, and a sample's own temperature makes as many steps.
     """
 
     def __init__(

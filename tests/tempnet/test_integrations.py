@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,33 @@ def test_gamma_falls_with_every_batch_of_training() -> None:
         assert loss(part, text, ids=ids) == expected
         loss.eval()(part, text, ids=ids)  # counts for nothing
         loss.train()
+
+
+@pytest.mark.parametrize("name", ["fastclip_v2", "tempnet", "clip"])
+def test_a_loss_goes_on_from_its_state_dict(name: str) -> None:
+    """Without the per-sample state and the count of batches, the last two losses would be others."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [F.normalize(torch.randn(2, 6, DIM, generator=generator), dim=-1) for _ in range(4)]
+
+    def new(num_samples: int = 6) -> ClipLoss:
+        config = ContrastiveLossConfig.for_name(name, rho=1.0)
+        return ClipLoss(config, embedding_size=DIM, num_samples=num_samples, num_steps=4)
+
+    loss, saved = new(), io.BytesIO()
+    for batch in batches[:2]:
+        loss(*batch, ids=torch.arange(6))
+    torch.save(loss.state_dict(), saved)
+    saved.seek(0)
+    (resumed := new()).load_state_dict(torch.load(saved, weights_only=True))
+    for batch in batches[2:]:
+        assert resumed(*batch, ids=torch.arange(6)) == loss(*batch, ids=torch.arange(6))
+    if loss.state is not None:
+        with pytest.raises(ValueError, match=r"saved by rank 0 of 1 with columns .*\(2, 6\).*keeps .*\(2, 7\)"):
+            new(7).load_state_dict(loss.state_dict())
+        other = loss.state_dict()
+        other["_extra_state"] |= {"rank": 1, "size": 2}
+        with pytest.raises(ValueError, match="saved by rank 1 of 2"):
+            new().load_state_dict(other)
 
 
 def test_a_state_is_placed_where_the_batches_are() -> None:
