@@ -30,6 +30,7 @@ TAU_ARGUMENT = "tempnet_tau"
 THEN_ARGUMENT = "tempnet_then"
 AFTER_ARGUMENT = "tempnet_then_after"
 AT_ARGUMENT = "tempnet_then_at"
+_ARGUMENTS = (SWITCH_ARGUMENT, TAU_MAX_ARGUMENT, TAU_ARGUMENT, THEN_ARGUMENT, AFTER_ARGUMENT, AT_ARGUMENT)
 
 _SWITCHES = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
 
@@ -65,16 +66,17 @@ class RequestTemperature:
 
     @classmethod
     def parse(cls, arguments: Mapping[str, Any] | None) -> RequestTemperature:
-        """Read the arguments of a request; those that are not about the TempNet are ignored.
+        """Read the arguments of a request; those whose names do not begin with "tempnet" are ignored.
 
         Raises:
-            ValueError: if a value is not legal; the message names the argument, the value and what is legal.
+            ValueError: if a name or value is not legal; the message names the argument, the value and what is legal.
         """
         given = {name: value for name, value in (arguments or {}).items() if value is not None}
+        if unknown := [name for name in given if name.startswith(SWITCH_ARGUMENT) and name not in _ARGUMENTS]:
+            raise ValueError(f"{unknown[0]} is none of {', '.join(_ARGUMENTS)}")
         switch, then = given.get(SWITCH_ARGUMENT), given.get(THEN_ARGUMENT)
         is_on = None if switch is None else _parse_switch(SWITCH_ARGUMENT, switch)
-        others = (TAU_MAX_ARGUMENT, TAU_ARGUMENT, THEN_ARGUMENT, AFTER_ARGUMENT, AT_ARGUMENT)
-        if is_on is None and any(name in given for name in others):
+        if is_on is None and any(name in given for name in _ARGUMENTS):
             is_on = True
         if type(then) is int and then == 1:
             raise ValueError(f"{THEN_ARGUMENT} = 1 may be a τ, or a true that became a number: say 1.0, 'on' or 'off'")

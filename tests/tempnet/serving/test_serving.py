@@ -322,6 +322,7 @@ def test_a_request_that_cannot_have_it_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"tempnet_taumax": 1.2}, "tempnet_taumax is none of tempnet, tempnet_tau_max, tempnet_tau, "),
         ({"tempnet_tau": 0}, "tempnet_tau = 0 must be a finite number above 0"),
         ({"tempnet_then": "on"}, "tempnet_then needs tempnet_then_after or tempnet_then_at"),
         ({"tempnet_then": 1, "tempnet_then_at": 3}, "tempnet_then = 1 may be a τ, or a true that became a number"),
