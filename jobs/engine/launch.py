@@ -240,8 +240,8 @@ def train_group(
     filesystem, path = resolve(config.run.directory)
     filesystem.delete_dir(path)
     for plan in plans:
-        if outcome := outcomes.get(plan.config.run.name):
-            record_end(plan.config, outcome, record_models)
+        if finished := outcomes.get(plan.config.run.name):
+            record_end(plan.config, finished, record_models)
     return outcomes, result["failed"]
 
 

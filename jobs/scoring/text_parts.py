@@ -105,9 +105,9 @@ def text_options(
     stride = config.stride or default_stride(context_length)
     if stride > context_length:
         raise ValueError(f"stride = {stride} must lie in 1 … {context_length}, the context length")
-    places = {"text": absolute_path(config.text), "model": absolute_path(config.model)}
+    text, model = absolute_path(config.text), absolute_path(config.model)
     return {
-        "config": replace(config, **places, context_length=context_length, stride=stride),
+        "config": replace(config, text=text, model=model, context_length=context_length, stride=stride),
         "bos_id": document_start_id(tokenizer),
         "model_digest": model_digest(config.model),
         "tokenizer_digest": tokenizer_digest(tokenizer),
