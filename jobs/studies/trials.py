@@ -268,7 +268,9 @@ def _run_side_by_side(
         except Exception as error:
             reasons = dict.fromkeys([trial.name for trial in group], describe_error(error))
         for trial in group:
-            yield trial, reasons.get(trial.name, "")
+            if reason := reasons.get(trial.name, ""):
+                note_failure(trial.config.run.directory, reason, step=0, is_final=True)
+            yield trial, reason
 
 
 def _run_tasks(

@@ -18,7 +18,9 @@ from jobs.engine.checkpoint import RunState
 from jobs.engine.command_line import parse_preset
 from jobs.engine.launch import claim_directory, find_outcome
 from jobs.engine.resumption import checkpoint_name, write_file_list
+from jobs.engine.run_list import list_runs
 from jobs.engine.worker import Validation
+from jobs.studies import trials
 from jobs.studies.sweeps.band_search import PointResult, search_band
 from jobs.studies.sweeps.config import name_of
 from jobs.studies.sweeps.launch import _finish_stopped, _read_runs, match_runs
@@ -221,3 +223,19 @@ def test_a_run_that_tune_has_ended_gets_the_outcome_of_its_newest_checkpoint(tmp
     assert [step for step, _, _ in row.history] == [30, 60]
     # When the sweep is started again, the run counts as finished.
     assert find_outcome(stopped) == outcome
+
+
+def test_a_trial_that_fails_beside_others_is_listed_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its checkpoints and notes of progress are those of the group."""
+    words = ["gpt2-rho-lr-small", "--base.run.storage", str(tmp_path), "--base.tracking.no-enabled"]
+    config: Any = parse_preset(PRESETS, words, job="sweep", purpose="")[0]
+    group = [trials.Trial(config=config.trial(point)) for point in next(config.start())[:2]]
+    for trial in group:
+        claim_directory(trial.config)
+    monkeypatch.setattr(trials, "make_plan_in_outage", lambda config: None)
+    monkeypatch.setattr(trials, "train_group", lambda *_, **__: ({}, {group[0].name: "the loss is nan"}))
+    assert [reason for _, reason in trials._run_side_by_side([group], {}, "", "")] == ["the loss is nan", ""]
+    states = {run.name.rpartition("/")[2]: (run.state, run.failure) for run in list_runs(config.run.directory)}
+    assert states[group[0].name][0] == "failed"
+    assert states[group[0].name][1].endswith("at step 0: the loss is nan")
+    assert states[group[1].name] == ("interrupted", "")
