@@ -248,12 +248,22 @@ def name_of(point: Mapping[str, float]) -> str:
 
 
 def with_values(config: Base, point: Mapping[str, float]) -> Base:
-    """Returns a configuration with the values of a point; raises ValueError that names the axis if a value is invalid.
+    """Returns a configuration with the values of a point, numbers that change a run; ValueError names the axis of others.
 
     The storage is resolved only when runs are made, since that of a preset may not be usable until the command line has
     set another.
     """
-    values = _convert(config, point)
+    values: dict[str, float | int] = {}
+    for name, value in point.items():
+        section, _, field = name.rpartition(".")
+        if section == "run" and field not in ("seed", "num_steps"):
+            raise ValueError(f"sweep.axes: {name} does not change the outcome of a run")
+        kind = _kind(config, name)
+        if kind not in ("int", "float"):
+            raise ValueError(f"sweep.axes: {name} is not a number but {kind}")
+        if kind == "int" and value != int(value):
+            raise ValueError(f"sweep.axes: {name} = {value:g} must be a whole number")
+        values[name] = int(value) if kind == "int" else value
     try:
         return with_fields(config, values)
     except ValueError as error:
@@ -266,22 +276,6 @@ def place_trial(config: Base, sweep: RunSection, name: str, start_from: str = ""
         config.run, name=name, storage=sweep.directory, prepared=sweep.prepared_directory, start_from=start_from
     )
     return dataclasses.replace(config, run=run)
-
-
-def _convert(config: TrainingConfig, point: Mapping[str, float]) -> dict[str, float | int]:
-    """Returns the values of a point, converted to the types of their fields, which must be numbers that change a run."""
-    values: dict[str, float | int] = {}
-    for name, value in point.items():
-        section, _, field = name.rpartition(".")
-        if section == "run" and field not in ("seed", "num_steps"):
-            raise ValueError(f"sweep.axes: {name} does not change the outcome of a run")
-        kind = _kind(config, name)
-        if kind not in ("int", "float"):
-            raise ValueError(f"sweep.axes: {name} is not a number but {kind}")
-        if kind == "int" and value != int(value):
-            raise ValueError(f"sweep.axes: {name} = {value:g} must be a whole number")
-        values[name] = int(value) if kind == "int" else value
-    return values
 
 
 def _kind(config: TrainingConfig, name: str) -> str:
