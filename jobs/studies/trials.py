@@ -306,7 +306,9 @@ def _run_tasks(
         has_crashed = isinstance(error, _PROCESS_DIED) or isinstance(
             getattr(error, "cause", None), CrashedTrainingError
         )
-        if error and has_crashed and starts[trial.name] <= _num_restarts(trial.config):
+        # Workers of Ray Train are restarted by it instead.
+        num_restarts = trial.config.run.max_restarts if _trains_in_task(trial.config) else 0
+        if error and has_crashed and starts[trial.name] <= num_restarts:
             reason, run_directory = describe_error(error), trial.config.run.directory
             note_failure(run_directory, reason, step=registered_step(run_directory), is_final=False)
             print(f"{trial.name} is restarted: {reason}", flush=True)
@@ -340,11 +342,6 @@ def _task_options(config: TrainingConfig) -> dict[str, Any]:
         return options
     num_cpus = DRIVER_CPUS + config.workers.cpus_per_worker
     return options | {"num_cpus": num_cpus, "runtime_env": {"env_vars": worker_environment(config)}}
-
-
-def _num_restarts(config: TrainingConfig) -> int:
-    """Returns how often the task of a trial may be restarted; workers of Ray Train are restarted by it instead."""
-    return config.run.max_restarts if _trains_in_task(config) else 0
 
 
 def _run_trial(

@@ -71,22 +71,19 @@ def refer_to_base(config: LanguageModelConfig) -> BaseReference:
     path = config.model.path
     reference = read_reference(local_copy(path, with_weights=False))
     place = reference.path if reference else path
-    found = BaseReference(path=place, digest=_digest(place, is_local=config.workers.local))
+    if "://" in place and not config.workers.local:
+        import ray
+
+        from jobs.engine.cluster import start_ray
+
+        start_ray()
+        digest: str = ray.get(ray.remote(_digest_of_copy).options(num_cpus=0).remote(place))
+    else:
+        digest = _digest_of_copy(place)
+    found = BaseReference(path=place, digest=digest)
     if reference:
         reference.check(found.digest)
     return check_continues(config, path, found)
-
-
-def _digest(path: str, *, is_local: bool) -> str:
-    if "://" not in path or is_local:
-        return _digest_of_copy(path)
-    import ray
-
-    from jobs.engine.cluster import start_ray
-
-    start_ray()
-    digest: str = ray.get(ray.remote(_digest_of_copy).options(num_cpus=0).remote(path))
-    return digest
 
 
 def _digest_of_copy(uri: str) -> str:

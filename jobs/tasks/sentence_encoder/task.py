@@ -282,7 +282,8 @@ def validate(
     if module.loss is None:
         return scores, None, None
     gathered = world.gather(torch.cat(sentences))
-    kept = _without_padding(gathered, held_out, world.size)
+    num_anchors = len(gathered) // (world.size * -(-held_out.num_documents // world.size))
+    kept = gathered[: held_out.num_documents * num_anchors]  # the padding comes last, as all ranks' parts have one size
     anchors, positives = kept.unbind(1)
     found_at = recall(anchors, positives, torch.arange(len(kept), device=device))
     scores["span_recall@1"] = (found_at["text_recall@1"] + found_at["image_recall@1"]) / 2
@@ -317,12 +318,6 @@ def rivals(sentences: Tensor, tau: Tensor, config: ContrastiveLossConfig, *, num
     )
     named = {f"{config.kind.objective}/{name}": value for name, value in figures.items()}
     return {"num_pairs": float(len(pairs)), **named}
-
-
-def _without_padding(gathered: Tensor, held_out: SpanSet, world_size: int) -> Tensor:
-    """Drop the padding from the rows of all ranks: it comes last, because all ranks' parts have the same size."""
-    num_anchors = len(gathered) // (world_size * -(-held_out.num_documents // world_size))
-    return gathered[: held_out.num_documents * num_anchors]
 
 
 def span_tensors(batch: Batch, device: torch.device) -> dict[str, Tensor]:
