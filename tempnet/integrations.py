@@ -79,8 +79,8 @@ class _PairLoss(nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return, for state_dict, what is no parameter: the count of batches, and the state with its place among ranks."""
-        world, columns = (World.alone(), {}) if self.state is None else (self.state.world, self.state.columns)
-        return {"step": self.step, "rank": world.rank, "size": world.size, "columns": columns}
+        state = self.state or SampleState(0, {})
+        return {"step": self.step, "rank": state.world.rank, "size": state.world.size, "columns": state.columns}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Continue from what :meth:`get_extra_state` returned; that of another rank or other samples raises ValueError."""
