@@ -19,7 +19,7 @@ import yaml
 
 from jobs.engine.masking import MASK, masked
 
-Section = TypeVar("Section")
+Config = TypeVar("Config")
 
 FREE_TO_CHANGE = {"is_free_to_change": True}
 """Metadata of a field that may change when a run is continued, such as how often it logs, or how it uses the machines.
@@ -60,15 +60,10 @@ def stands_for(name: str) -> dict[str, str]:
     return {"stands_for": name}
 
 
-def resolve_fields(config: Section) -> Section:
+def resolve_fields(config: Config) -> Config:
     """Return a copy of a section or configuration without fields that leave their value to the machine."""
-    changes: dict[str, Any] = {}
-    for item in dataclasses.fields(config):  # type: ignore[arg-type]  # a dataclass
-        if dataclasses.is_dataclass(value := getattr(config, item.name)):
-            changes[item.name] = resolve_fields(value)
-        elif name := item.metadata.get("stands_for"):
-            changes[item.name] = getattr(config, name)
-    return dataclasses.replace(config, **changes)  # type: ignore[type-var]  # a dataclass
+    values = {name: value for name, value, metadata in flat_fields(config) if "stands_for" in metadata}
+    return with_fields(config, values)
 
 
 def alternative(name: str) -> dict[str, str]:
@@ -92,16 +87,10 @@ def absolute_path(value: str) -> str:
     return str(path.resolve() if path.is_dir() else path.parent.resolve() / path.name)
 
 
-def with_absolute_paths(config: Section) -> Section:
+def with_absolute_paths(config: Config) -> Config:
     """Return a copy of a section or configuration with :func:`absolute_path` applied to its fields that are paths."""
-    changes: dict[str, Any] = {}
-    for item in dataclasses.fields(config):  # type: ignore[arg-type]  # a dataclass
-        value = getattr(config, item.name)
-        if dataclasses.is_dataclass(value):
-            changes[item.name] = with_absolute_paths(value)
-        elif item.metadata.get("is_path"):
-            changes[item.name] = absolute_path(value)
-    return dataclasses.replace(config, **changes)  # type: ignore[type-var]
+    paths = {name: value for name, value, metadata in flat_fields(config) if metadata.get("is_path")}
+    return with_fields(config, {name: absolute_path(value) for name, value in paths.items()})
 
 
 def values_of(section: Any, base: type) -> dict[str, Any]:
@@ -161,8 +150,6 @@ def find_duplicate(names: Iterable[str]) -> str:
     """Return the first name that occurs more than once; empty if there is none."""
     return next((name for name, count in Counter(names).items() if count > 1), "")
 
-
-Config = TypeVar("Config")
 
 _NO_VALUE = object()
 # These neither shape the weights nor order the data, whatever their type.
