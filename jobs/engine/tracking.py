@@ -281,10 +281,6 @@ SQLITE = "sqlite:///"
 _NUM_ATTEMPTS = 5
 
 
-class DeletedExperimentError(ValueError):
-    """The experiment was deleted, but not for ever, and nothing can be logged to it."""
-
-
 def sqlite_uri(file: str) -> str:
     """Return the URI of a file of SQLite, with the characters escaped that SQLAlchemy would read as something else."""
     return SQLITE + file.replace("%", "%25").replace("?", "%3F")
@@ -336,8 +332,9 @@ def check_experiment(uri: str, name: str) -> None:
 
 
 def _refuse_deleted(experiment: Experiment | None, uri: str) -> None:
+    """Refuse an experiment that was deleted, but not for ever: nothing can be logged to it."""
     if experiment and experiment.lifecycle_stage == LifecycleStage.DELETED:
-        raise DeletedExperimentError(
+        raise ValueError(
             f"tracking.experiment = {experiment.name!r} was deleted in MLflow, which keeps it and its name: bring it back "
             f"by MLFLOW_TRACKING_URI={shlex.quote(masked(uri))} mlflow experiments restore -x {experiment.experiment_id}, "
             "or log to another one by --tracking.experiment NAME"
