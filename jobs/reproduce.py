@@ -11,13 +11,16 @@ For example:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import tyro
 
 from jobs.engine.command_line import REFUSED, refusals_on_one_line, run_job
 from jobs.studies.reproduction.config import ReproduceConfig
 from jobs.studies.reproduction.experiments import EXPERIMENTS, find
-from jobs.studies.reproduction.papers import PapersConfig, write_papers
+
+if TYPE_CHECKING:
+    from jobs.studies.reproduction.papers import PapersConfig
 
 
 def parse(arguments: Sequence[str]) -> tuple[ReproduceConfig | PapersConfig, bool]:
@@ -40,6 +43,8 @@ def parse(arguments: Sequence[str]) -> tuple[ReproduceConfig | PapersConfig, boo
         raise SystemExit(0 if rest else REFUSED)
     with refusals_on_one_line():
         if rest[0] == "papers":
+            from jobs.studies.reproduction.papers import PapersConfig  # which loads MLflow
+
             return tyro.cli(PapersConfig, args=rest[1:], prog="python -m jobs.reproduce papers"), False
         _ = find(rest[0])
         config = tyro.cli(ReproduceConfig, args=rest, prog="python -m jobs.reproduce", description=__doc__)
@@ -49,7 +54,9 @@ def parse(arguments: Sequence[str]) -> tuple[ReproduceConfig | PapersConfig, boo
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status: 1 if a run failed."""
     config, dry_run = parse(arguments)
-    if isinstance(config, PapersConfig):
+    if not isinstance(config, ReproduceConfig):
+        from jobs.studies.reproduction.papers import write_papers
+
         with refusals_on_one_line():
             print(write_papers(config))
         return 0
