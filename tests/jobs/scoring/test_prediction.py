@@ -102,7 +102,8 @@ def test_every_token_has_the_temperature_of_a_direct_forward(
     documents = [ids[10 * place :][:length] for place, length in enumerate(lengths)]
     assert list(map(len, documents)) == lengths
     predictions = Predictor(settings, at_tau=True).predict(documents)
-    alone = Predictor(replace(settings, batch_size=1, with_entropy=False)).predict(documents)
+    one_by_one = replace(settings.config, batch_size=1, with_entropy=False)
+    alone = Predictor(replace(settings, config=one_by_one)).predict(documents)
     for ids, prediction, single in zip(documents, predictions, alone, strict=True):
         tau, entropy, rest = direct(model, ids, stride)
         np.testing.assert_allclose(np.stack(prediction.at_tau), rest, atol=1e-4)
