@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tempnet.intervals import ratio_error
 from tempnet.network_config import TempNetConfig
 from tempnet.oracle import Rows, TemperatureCurve, oracle_moments
 
@@ -64,11 +65,13 @@ def calibrate_rho(
     """Find the ρ at which the mean τ* over the sample is `tau`, up to `tolerance`.
 
     The curve of mean temperatures at `shares`, ascending fractions of log V, gives a bracket. Inside it, the root is found by
-    false position with the Illinois rule, since the mean is continuous and decreasing in ρ. τ* lies in [τ₀, τ_max].
+    Brent's method, since the mean is continuous and decreasing in ρ. τ* lies in [τ₀, τ_max].
 
     Raises:
         CalibrationError: if `tau` is outside the range of means that the curve covers.
     """
+    from scipy.optimize import brentq  # takes a third of a second, which only a calibration needs
+
     log_v = math.log(vocab_size)
     rhos = [share * log_v for share in shares]
     means, stds, num_contexts = oracle_moments(rows, rhos, tau_min, tau_max)
@@ -83,21 +86,18 @@ def calibrate_rho(
             f"no rho brings the mean temperature of this model to {tau:g}: over the sample it goes from {means[0]:.3f} at "
             f"rho = {rhos[0]:.3f} to {means[-1]:.3f} at rho = {rhos[-1]:.3f}; choose a mean between, or another tau_max"
         )
+    known = dict(zip(rhos, zip(means, stds, strict=True), strict=True))
+
+    def error(rho: float) -> float:
+        if rho not in known:
+            [mean], [std], _ = oracle_moments(rows, [rho], tau_min, tau_max)
+            known[rho] = mean, std
+        difference = known[rho][0] - tau
+        return 0.0 if abs(difference) <= tolerance else difference
+
     above = max(index for index, mean in enumerate(means) if mean > tau)
-    low, high = rhos[above], rhos[above + 1]
-    error_low, error_high = means[above] - tau, means[above + 1] - tau
-    rho, mean, std = high, means[above + 1], stds[above + 1]
-    for _ in range(_MAX_PASSES):
-        if abs(mean - tau) <= tolerance:
-            break
-        rho = (low * error_high - high * error_low) / (error_high - error_low)
-        was_above = mean > tau
-        [mean], [std], _ = oracle_moments(rows, [rho], tau_min, tau_max)
-        repeated = 0.5 if (mean > tau) == was_above else 1.0  # Illinois rule: halve the value of an end that stays.
-        if mean > tau:
-            low, error_low, error_high = rho, mean - tau, error_high * repeated
-        else:
-            high, error_high, error_low = rho, mean - tau, error_low * repeated
+    rho = brentq(error, rhos[above], rhos[above + 1], maxiter=_MAX_PASSES, disp=False)
+    mean, std = known[rho]
     return Calibration(
         rho=rho, target_entropy=log_v - rho, tau_mean=mean, tau_std=std, curve=curve, num_contexts=num_contexts
     )
@@ -118,15 +118,9 @@ class Share:
 
         The mean is a ratio of sums over texts, and its standard error comes from the residuals of the texts.
         """
-        sums = torch.tensor(
-            [[text.double().sum().item(), len(text)] for text in texts if len(text)], dtype=torch.float64
-        )
-        total, count = sums.sum(0).tolist()
-        mean = total / count
-        residuals = sums[:, 0] - mean * sums[:, 1]
-        num_texts = len(sums)
-        variance = residuals.square().sum().item() * num_texts / max(num_texts - 1, 1) / count**2
-        return cls(mean=mean, standard_error=math.sqrt(variance) if num_texts > 1 else math.inf)
+        sums = torch.tensor([[text.double().sum().item(), len(text)] for text in texts], dtype=torch.float64)
+        mean, error, _ = ratio_error(sums[:, 0], sums[:, 1])
+        return cls(mean=mean, standard_error=math.inf if math.isnan(error) else error)
 
 
 def share_of_range(tau: Tensor, config: TempNetConfig) -> Tensor:

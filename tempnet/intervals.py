@@ -64,14 +64,18 @@ def mean_interval(values: Values, groups: Tensor | None = None) -> Interval:
 
 def ratio_interval(sums: Tensor, counts: Tensor) -> Interval:
     """Return Σ sums/Σ counts with its interval, for the sums (G,) and the numbers of rows (G,) of independent groups."""
+    mean, error, freedom = ratio_error(sums, counts)
+    return Interval(mean, _quantile(freedom) * error if freedom else math.nan)
+
+
+def ratio_error(sums: Tensor, counts: Tensor) -> tuple[float, float, int]:
+    """Return Σ sums/Σ counts, its standard error (NaN for a single group), and the number of groups with rows, less one."""
     sums, counts = sums[counts > 0].double(), counts[counts > 0].double()
-    mean = (sums.sum() / counts.sum()).item()
-    number = len(sums)
-    if number < 2:
-        return Interval(mean, math.nan)
+    mean, freedom = (sums.sum() / counts.sum()).item(), len(sums) - 1
+    if freedom < 1:
+        return mean, math.nan, 0
     squares = (sums - mean * counts).square().sum().item()
-    deviation = math.sqrt(number / (number - 1) * squares) / counts.sum().item()
-    return Interval(mean, _quantile(number - 1) * deviation)
+    return mean, math.sqrt((freedom + 1) / freedom * squares) / counts.sum().item(), freedom
 
 
 def difference_interval(first: Values, second: Values) -> Interval:

@@ -134,24 +134,22 @@ def oracle_moments(
 def best_constant_temperature(logits: Tensor, rho: float, tau_min: float = 0.001, tau_max: float = 2.0) -> float:
     """Return the single τ in [τ₀, τ_max] that minimises the *mean* robust loss over all rows: a baseline for TempNet.
 
-    The mean of convex functions is convex, so the root of its derivative (mean entropy − log K + ρ) is found by bisection in
-    log τ. Errors are those of :func:`optimal_temperature`.
+    The mean of convex functions is convex, so the root of its derivative (mean entropy − log K + ρ) is found in log τ. Errors
+    are those of :func:`optimal_temperature`.
     """
+    from scipy.optimize import brentq  # takes a third of a second
+
     shifted, targets = _shift_checked(logits.reshape(-1, logits.shape[-1]), rho)
     target = targets.double().mean().item()
 
-    def mean_entropy(tau: float) -> float:
-        return scaled_moments(shifted, shifted.new_full(shifted.shape[:1], tau))[0].double().mean().item()
+    def slope(log_tau: float) -> float:
+        tau = shifted.new_full(shifted.shape[:1], math.exp(log_tau))
+        return scaled_moments(shifted, tau)[0].double().mean().item() - target
 
     low, high = math.log(tau_min), math.log(tau_max)
-    if mean_entropy(tau_min) >= target:
+    if slope(low) >= 0.0:
         return tau_min
-    if mean_entropy(tau_max) <= target:
-        return tau_max
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (low, middle) if mean_entropy(math.exp(middle)) >= target else (middle, high)
-    return math.exp((low + high) / 2)
+    return tau_max if slope(high) <= 0.0 else math.exp(brentq(slope, low, high))
 
 
 def _solve(logits: Tensor, rho: float, tau_min: float, tau_max: float, tolerance: float, *, first_row: int) -> Tensor:
