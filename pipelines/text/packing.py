@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 IGNORE_INDEX = -100
 # One document in so many is held out where no other text is given.
 _ONE_IN = 5
+NUM_ROWS_PER_BATCH = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +74,9 @@ class PackingConfig:
     @property
     def schema(self) -> pa.Schema:
         """Arrow schema of a shard, which has one row per block."""
-        token = pa.uint16() if self.vocab_size <= 1 << 16 else pa.uint32()
         return pa.schema(
             {
-                "tokens": pa.list_(token, self.context_length + 1),
+                "tokens": pa.list_(token_type(self.vocab_size), self.context_length + 1),
                 # Positions 0 … T at which documents start. A document also ends at each position > 0, so the list
                 # contains T if a document ends with the block, and num_tokens if the archive's last document ends
                 # there.
@@ -86,9 +86,9 @@ class PackingConfig:
             }
         )
 
-    def rows(self, documents: Iterable[np.ndarray]) -> Iterator[pa.RecordBatch]:
-        """Pack documents into record batches of blocks, as :func:`pack_documents` does."""
-        return pack_documents(self.choose(documents), self)
+    def rows(self, documents: Iterable[np.ndarray], *, num_rows: int = NUM_ROWS_PER_BATCH) -> Iterator[pa.RecordBatch]:
+        """Convert token arrays of documents to record batches of blocks, in the same order; no token is dropped."""
+        return record_batches(self._rows(self.choose(documents)), self.schema, num_rows)
 
     def choose(self, documents: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         """Yield the documents that are packed."""
@@ -99,9 +99,57 @@ class PackingConfig:
             if (_hash(ids) % _ONE_IN == 0) == (self.documents == "held_out"):
                 yield ids
 
+    def _rows(self, documents: Iterable[np.ndarray]) -> Iterator[tuple[Any, ...]]:
+        """Yield the rows of the stored schema."""
+        size, dtype = self.context_length, token_type(self.vocab_size).to_pandas_dtype()
+        buffer = np.empty(0, dtype=np.int64)  # The tokens that no block has yet.
+        starts: list[tuple[int, int]] = []  # (offset in the buffer, number of the document that starts there)
+        document_before = 0  # The document that the buffer's first token belongs to, if no document starts there.
+
+        def cut(num_tokens: int, at_end: Sequence[int]) -> tuple[Any, ...]:
+            nonlocal buffer, starts, document_before
+            tokens = np.full(size + 1, self.eos_id, dtype=dtype)
+            taken = buffer[: size + 1]
+            tokens[: len(taken)] = taken
+            inside = [(at, number) for at, number in starts if at <= size]
+            first = inside[0][1] if inside and inside[0][0] == 0 else document_before
+            document_before = max([first] + [number for at, number in inside if at < size])
+            buffer, starts = buffer[num_tokens:], [(at - size, number) for at, number in starts if at >= size]
+            return tokens, [at for at, _ in inside] + [*at_end], num_tokens, first
+
+        for number, ids in enumerate(documents):
+            starts.append((len(buffer), number))
+            buffer = np.concatenate([buffer, [self.bos_id], ids])
+            while len(buffer) > size:  # A block is cut only when the token after it is known, or the archive ends.
+                yield cut(size, ())
+        if num_left := len(buffer):
+            yield cut(num_left, (num_left,))  # The archive's last document ends here.
+
     def unpack(self, blocks: pa.RecordBatch | pa.Table) -> dict[str, np.ndarray]:
-        """Convert stored blocks to training arrays, as :func:`unpack_blocks` does."""
-        return unpack_blocks(blocks, self)
+        """Convert stored blocks to `input_ids`, `position_ids`, `targets` and `documents`, each (n, T) int64.
+
+        Positions restart at 0 with every document and with every block. Targets are IGNORE_INDEX on padding. Documents are
+        numbered within their part of an archive.
+        """
+        size, num_blocks = self.context_length, blocks.num_rows
+        tokens = flat_values(blocks.column("tokens")).reshape(num_blocks, size + 1).astype(np.int64)
+        num_starts, start = list_values(blocks.column("starts"))
+        start_block = np.repeat(np.arange(num_blocks), num_starts)
+
+        input_ids, targets = tokens[:, :size].copy(), tokens[:, 1:].copy()
+        ends = start > 0
+        targets[start_block[ends], start[ends] - 1] = self.eos_id
+        column = np.arange(size)
+        num_tokens = np.asarray(blocks.column("num_tokens").to_numpy(), dtype=np.int64)
+        targets[column >= num_tokens[:, None]] = IGNORE_INDEX
+
+        last_start = np.zeros((num_blocks, size), dtype=np.int64)
+        inside = start < size
+        last_start[start_block[inside], start[inside]] = start[inside]
+        position_ids = column - np.maximum.accumulate(last_start, axis=1)
+        first = np.asarray(blocks.column("document").to_numpy(), dtype=np.int64)
+        documents = first[:, None] + np.cumsum(last_start > 0, axis=1)
+        return {"input_ids": input_ids, "position_ids": position_ids, "targets": targets, "documents": documents}
 
     def describe(self, num_rows: int, num_documents: int) -> str:
         """Describe what is stored of `num_documents` documents, for a human reader."""
@@ -115,99 +163,15 @@ def _hash(tokens: np.ndarray, seed: int | None = None) -> int:
     return int.from_bytes(hashlib.blake2b(tokens.astype(np.int64).tobytes(), digest_size=8, key=key).digest(), "little")
 
 
-_Block: TypeAlias = tuple[np.ndarray, list[int], int, int]
-"""A row of the stored schema: tokens, starts of documents, number of tokens, number of the first token's document."""
+def token_type(vocab_size: int) -> pa.DataType:
+    return pa.uint16() if vocab_size <= 1 << 16 else pa.uint32()
 
 
-def pack_documents(
-    documents: Iterable[np.ndarray], config: PackingConfig, *, num_blocks_per_batch: int = 256
-) -> Iterator[pa.RecordBatch]:
-    """Convert token arrays of documents to record batches of blocks, in the same order; no token is dropped."""
-    size = config.context_length
-    rows: list[_Block] = []
-    buffer = np.empty(0, dtype=np.int64)
-    starts: list[tuple[int, int]] = []  # (offset in the buffer, number of the document that starts there)
-    document_before = 0  # The document that the buffer's first token belongs to, if no document starts there.
-    dtype = config.schema.field("tokens").type.value_type.to_pandas_dtype()
-
-    def cut(last: bool) -> Iterator[_Block]:
-        nonlocal buffer, starts, document_before
-        position = 0
-        # A block is cut only when the token after it is known, unless the archive ends with the block.
-        while len(buffer) - position > size or (last and len(buffer) > position):
-            num_tokens = min(size, len(buffer) - position)
-            tokens = np.full(size + 1, config.eos_id, dtype=dtype)
-            taken = buffer[position : position + size + 1]
-            tokens[: len(taken)] = taken
-            inside = [(at - position, ordinal) for at, ordinal in starts if at <= position + size]
-            first = inside[0][1] if inside and inside[0][0] == 0 else document_before
-            block_starts = [at for at, _ in inside]
-            if last and position + num_tokens == len(buffer):
-                block_starts.append(num_tokens)  # The archive's last document ends here.
-            yield tokens, block_starts, num_tokens, first
-            document_before = max([first] + [ordinal for at, ordinal in inside if at < size])
-            position += num_tokens
-            starts = [entry for entry in starts if entry[0] >= position]
-        buffer = buffer[position:]
-        starts = [(at - position, ordinal) for at, ordinal in starts]
-
-    pending: list[np.ndarray] = []
-    num_pending = 0
-    for ordinal, tokens in enumerate(documents):
-        starts.append((len(buffer) + num_pending, ordinal))
-        pending += [np.array([config.bos_id]), tokens]
-        num_pending += 1 + len(tokens)
-        if num_pending > 64 * size:
-            buffer = np.concatenate([buffer, *pending])
-            pending, num_pending = [], 0
-            rows += cut(last=False)
-            while len(rows) >= num_blocks_per_batch:
-                yield _to_record_batch(rows[:num_blocks_per_batch], config)
-                rows = rows[num_blocks_per_batch:]
-    buffer = np.concatenate([buffer, *pending])
-    rows += cut(last=True)
-    for at in range(0, len(rows), num_blocks_per_batch):
-        yield _to_record_batch(rows[at : at + num_blocks_per_batch], config)
-
-
-def _to_record_batch(blocks: list[_Block], config: PackingConfig) -> pa.RecordBatch:
-    tokens = pa.array(np.concatenate([block[0] for block in blocks]))
-    return pa.RecordBatch.from_arrays(
-        [
-            pa.FixedSizeListArray.from_arrays(tokens, config.context_length + 1),
-            pa.array([block[1] for block in blocks], pa.list_(pa.int32())),
-            pa.array([block[2] for block in blocks], pa.int32()),
-            pa.array([block[3] for block in blocks], pa.int64()),
-        ],
-        schema=config.schema,
-    )
-
-
-def unpack_blocks(blocks: pa.RecordBatch | pa.Table, config: PackingConfig) -> dict[str, np.ndarray]:
-    """Convert stored blocks to `input_ids`, `position_ids`, `targets` and `documents`, each (n, T) int64.
-
-    Positions restart at 0 with every document and with every block. Targets are IGNORE_INDEX on padding. Documents are
-    numbered within their part of an archive.
-    """
-    size, num_blocks = config.context_length, blocks.num_rows
-    tokens = flat_values(blocks.column("tokens")).reshape(num_blocks, size + 1).astype(np.int64)
-    num_starts, start = list_values(blocks.column("starts"))
-    start_block = np.repeat(np.arange(num_blocks), num_starts)
-
-    input_ids, targets = tokens[:, :size].copy(), tokens[:, 1:].copy()
-    ends = start > 0
-    targets[start_block[ends], start[ends] - 1] = config.eos_id
-    column = np.arange(size)
-    num_tokens = np.asarray(blocks.column("num_tokens").to_numpy(), dtype=np.int64)
-    targets[column >= num_tokens[:, None]] = IGNORE_INDEX
-
-    last_start = np.zeros((num_blocks, size), dtype=np.int64)
-    inside = start < size
-    last_start[start_block[inside], start[inside]] = start[inside]
-    position_ids = column - np.maximum.accumulate(last_start, axis=1)
-    first = np.asarray(blocks.column("document").to_numpy(), dtype=np.int64)
-    documents = first[:, None] + np.cumsum(last_start > 0, axis=1)
-    return {"input_ids": input_ids, "position_ids": position_ids, "targets": targets, "documents": documents}
+def record_batches(rows: Iterator[tuple[Any, ...]], schema: pa.Schema, num_rows: int) -> Iterator[pa.RecordBatch]:
+    """Convert rows, which have a value for every column, to record batches of at most `num_rows`."""
+    while chunk := list(itertools.islice(rows, num_rows)):
+        columns = zip(zip(*chunk, strict=True), schema, strict=True)
+        yield pa.RecordBatch.from_arrays([pa.array(values, field.type) for values, field in columns], schema=schema)
 
 
 def list_values(column: pa.Array | pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
@@ -249,31 +213,20 @@ class DocumentConfig:
     @property
     def schema(self) -> pa.Schema:
         """Arrow schema of a shard, which has one row per document."""
-        token = pa.uint16() if self.vocab_size <= 1 << 16 else pa.uint32()
         return pa.schema(
             {
-                "tokens": pa.list_(token),
+                "tokens": pa.list_(token_type(self.vocab_size)),
                 "num_tokens": pa.int32(),
                 "document": pa.int64(),  # Number of the document within its part of an archive, from 0.
             }
         )
 
-    def rows(self, documents: Iterable[np.ndarray], *, num_documents_per_batch: int = 256) -> Iterator[pa.RecordBatch]:
+    def rows(self, documents: Iterable[np.ndarray], *, num_rows: int = NUM_ROWS_PER_BATCH) -> Iterator[pa.RecordBatch]:
         """Convert token arrays of documents to record batches of those that are long enough, in the same order."""
+        dtype = token_type(self.vocab_size).to_pandas_dtype()
         kept = ((number, tokens) for number, tokens in enumerate(documents) if self._keeps(tokens))
-        dtype = self.schema.field("tokens").type.value_type.to_pandas_dtype()
-        while chunk := list(itertools.islice(kept, num_documents_per_batch)):
-            lengths = np.array([len(tokens) for _, tokens in chunk])
-            values = pa.array(np.concatenate([tokens for _, tokens in chunk]).astype(dtype))
-            offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
-            yield pa.RecordBatch.from_arrays(
-                [
-                    pa.ListArray.from_arrays(offsets, values),
-                    pa.array(lengths, pa.int32()),
-                    pa.array([number for number, _ in chunk], pa.int64()),
-                ],
-                schema=self.schema,
-            )
+        rows = ((tokens.astype(dtype), len(tokens), number) for number, tokens in kept)
+        return record_batches(rows, self.schema, num_rows)
 
     def describe(self, num_rows: int, num_documents: int) -> str:
         """Describe what is stored of `num_documents` documents, for a human reader."""

@@ -15,7 +15,6 @@ Shapes: n blocks of T positions each.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,7 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from pipelines.text.packing import IGNORE_INDEX, PackingConfig, flat_values, list_values
+from pipelines.text.packing import IGNORE_INDEX, PackingConfig, flat_values, list_values, token_type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +84,7 @@ class WindowConfig(PackingConfig):
     @property
     def schema(self) -> pa.Schema:
         """Arrow schema of a shard, which has one row per block."""
-        token = pa.uint16() if self.vocab_size <= 1 << 16 else pa.uint32()
+        token = token_type(self.vocab_size)
         return pa.schema(
             {
                 "tokens": pa.list_(token, self.context_length),
@@ -100,15 +99,20 @@ class WindowConfig(PackingConfig):
             }
         )
 
-    def rows(self, documents: Iterable[np.ndarray]) -> Iterator[pa.RecordBatch]:
-        """Convert token arrays of documents to record batches of blocks, in the same order."""
-        blocks = self._blocks(self.choose(documents))
-        while chunk := list(itertools.islice(blocks, 256)):
-            yield self._to_record_batch(chunk)
+    def _rows(self, documents: Iterable[np.ndarray]) -> Iterator[tuple[Any, ...]]:
+        for block in self._blocks(documents):
+            starts = np.cumsum([0, *(window.num_positions for window, _ in block)]).tolist()
+            tokens = np.full(self.context_length, self.eos_id, dtype=token_type(self.vocab_size).to_pandas_dtype())
+            for start, stop, (window, stream) in zip(starts, starts[1:], block, strict=False):
+                tokens[start:stop] = stream[window.start : window.stop]
+            skipped = [window.first - window.start for window, _ in block]
+            following = [int(stream[window.stop]) for window, stream in block]
+            numbers = [window.document for window, _ in block]
+            yield tokens, starts[:-1], skipped, following, numbers, starts[-1], numbers[0]
 
-    def _blocks(self, documents: Iterable[np.ndarray]) -> Iterator[list[tuple[int, ReadingWindow, np.ndarray]]]:
-        """Yield the windows of every block, each with the number and the stream of its document."""
-        block: list[tuple[int, ReadingWindow, np.ndarray]] = []
+    def _blocks(self, documents: Iterable[np.ndarray]) -> Iterator[list[tuple[ReadingWindow, np.ndarray]]]:
+        """Yield the windows of every block, each with the stream of its document."""
+        block: list[tuple[ReadingWindow, np.ndarray]] = []
         room = self.context_length
         for number, ids in enumerate(documents):
             stream = np.concatenate([[self.bos_id], ids, [self.eos_id]])
@@ -118,30 +122,10 @@ class WindowConfig(PackingConfig):
                 if window.num_positions > room or (self.num_windows and len(block) == self.num_windows):
                     yield block
                     block, room = [], self.context_length
-                block.append((number, window, stream))
+                block.append((window, stream))
                 room -= window.num_positions
         if block:
             yield block
-
-    def _to_record_batch(self, blocks: Sequence[list[tuple[int, ReadingWindow, np.ndarray]]]) -> pa.RecordBatch:
-        tokens = np.full((len(blocks), self.context_length), self.eos_id, dtype=np.int64)
-        columns: dict[str, list[Any]] = {name: [] for name in self.schema.names if name != "tokens"}
-        for row, block in enumerate(blocks):
-            sizes = [window.num_positions for _, window, _ in block]
-            starts = np.cumsum([0, *sizes]).tolist()
-            for start, (_, window, stream) in zip(starts, block, strict=False):
-                tokens[row, start : start + window.num_positions] = stream[window.start : window.stop]
-            columns["starts"].append(starts[:-1])
-            columns["skipped"].append([window.first - window.start for _, window, _ in block])
-            columns["following"].append([int(stream[window.stop]) for _, window, stream in block])
-            columns["documents"].append([number for number, _, _ in block])
-            columns["num_tokens"].append(starts[-1])
-            columns["document"].append(block[0][0])
-        schema = self.schema
-        flat = pa.array(tokens.ravel()).cast(schema.field("tokens").type.value_type)
-        arrays = {name: pa.array(values, schema.field(name).type) for name, values in columns.items()}
-        arrays["tokens"] = pa.FixedSizeListArray.from_arrays(flat, self.context_length)
-        return pa.RecordBatch.from_arrays([arrays[name] for name in schema.names], schema=schema)
 
     def unpack(self, blocks: pa.RecordBatch | pa.Table) -> dict[str, np.ndarray]:
         """Convert stored blocks to arrays, as `PackingConfig.unpack` does; positions restart with every window."""

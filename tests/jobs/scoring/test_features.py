@@ -23,7 +23,7 @@ from pipelines import features as features_module
 from pipelines.features import Features, FeatureSource, features_directory
 from pipelines.text.blocks import BlockSource, read_range
 from pipelines.text.manifest import ArchiveEntry, Manifest, ShardEntry
-from pipelines.text.packing import PackingConfig, pack_documents
+from pipelines.text.packing import PackingConfig
 from pipelines.text.tokenization import load_tokenizer, train_bpe
 from tempnet.models.output_head import HEAD_FILE, StoredBase
 
@@ -38,7 +38,7 @@ def write_text(directory: Path, layout: PackingConfig) -> Manifest:
     for number, size in enumerate((5, 3)):
         # A document of 11 tokens and its end take 12, so documents end within blocks.
         documents = [generator.integers(1, 250, 11) for _ in range(size * LENGTH // 12)]
-        rows = pa.Table.from_batches(pack_documents(documents, layout), layout.schema)
+        rows = pa.Table.from_batches(layout.rows(documents), layout.schema)
         file = f"{number}.arrow"
         with pa.OSFile(str(directory / file), "wb") as sink, pa.ipc.new_file(sink, layout.schema) as writer:
             writer.write_table(rows)

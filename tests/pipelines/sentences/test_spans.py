@@ -126,7 +126,7 @@ def manifest(documents: list[np.ndarray], tmp_path_factory: pytest.TempPathFacto
     shards = []
     for number, part in enumerate(np.array_split(np.arange(len(documents)), 3)):
         table = pa.Table.from_batches(
-            list(layout.rows([documents[index] for index in part], num_documents_per_batch=7)), layout.schema
+            list(layout.rows([documents[index] for index in part], num_rows=7)), layout.schema
         )
         with pa.OSFile(str(directory / f"{number}.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as file:
             file.write_table(table)
@@ -165,7 +165,7 @@ def test_rows_are_the_documents_that_are_long_enough(lengths: list[int], least: 
     rng = np.random.default_rng(0)
     documents = [rng.integers(vocab_size, size=length) for length in lengths]
     layout = DocumentConfig(least_num_tokens=least, vocab_size=vocab_size)
-    batches = layout.rows(iter(documents), num_documents_per_batch=4)
+    batches = layout.rows(iter(documents), num_rows=4)
     assert [row for batch in batches for row in batch.to_pylist()] == [
         {"document": at, "tokens": tokens.tolist(), "num_tokens": len(tokens)}
         for at, tokens in enumerate(documents)

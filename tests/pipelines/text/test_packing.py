@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.text.manifest import ArchiveEntry, Manifest, ShardEntry
-from pipelines.text.packing import IGNORE_INDEX, PackingConfig, pack_documents, unpack_blocks
+from pipelines.text.packing import IGNORE_INDEX, PackingConfig
 from pipelines.text.windows import WindowConfig
 
 BOS, EOS = 0, 1
@@ -26,9 +26,9 @@ def config(context_length: int, vocab_size: int = 100) -> PackingConfig:
 
 @given(documents=documents_strategy, context_length=st.sampled_from([2, 3, 12]), batch=st.integers(1, 7))
 def test_blocks_hold_every_document_once_in_order(documents: list[np.ndarray], context_length: int, batch: int) -> None:
-    batches = list(pack_documents(documents, config(context_length), num_blocks_per_batch=batch))
+    batches = list(config(context_length).rows(documents, num_rows=batch))
     table = pa.Table.from_batches(batches)
-    arrays = unpack_blocks(table, config(context_length))
+    arrays = config(context_length).unpack(table)
     is_target = arrays["targets"] != IGNORE_INDEX
     inputs = np.concatenate([np.r_[BOS, ids] for ids in documents])
     targets = np.concatenate([np.r_[ids, EOS] for ids in documents])
@@ -94,15 +94,14 @@ def test_a_batch_of_blocks_can_be_sliced_and_taken(layout: PackingConfig) -> Non
 
 def test_large_vocabularies_keep_their_token_ids() -> None:
     ids = np.array([65_535, 65_536, 128_000])
-    arrays = unpack_blocks(
-        pa.Table.from_batches(list(pack_documents([ids], config(4, vocab_size=128_256)))), config(4, 128_256)
-    )
+    layout = config(4, vocab_size=128_256)
+    arrays = layout.unpack(pa.Table.from_batches(list(layout.rows([ids]))))
     assert arrays["targets"][0].tolist() == [65_535, 65_536, 128_000, EOS]
     assert config(4, vocab_size=65_536).schema.field("tokens").type.value_type == pa.uint16()
 
 
 def test_no_documents_make_no_blocks() -> None:
-    assert list(pack_documents([], config(4))) == []
+    assert list(config(4).rows([])) == []
     with pytest.raises(ValueError, match=r"^context_length = 1 must be at least 2 tokens"):
         config(1)
 
