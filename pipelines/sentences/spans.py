@@ -304,7 +304,7 @@ class SpanSource:
 
     def name(self, shard: int, row: int) -> str:
         """Return the archive of a document and its number in it, with shard file and row, for messages."""
-        entry = self.manifest.shards[shard]
+        entry = self.manifest.shard(shard)
         document = read_rows(self.manifest, entry, [row], self.cache_bytes).column("document")[0].as_py()
         return f"document {document} of part {entry.part} of {entry.archive} ({entry.file}:{row})"
 
@@ -316,8 +316,9 @@ class SpanSource:
 
     def _documents(self, shards: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
         """Return the tokens of n documents, given their shards and rows, each (n,)."""
-        entries = self.manifest.shards
-        table = gather_rows(shards, rows, lambda s, r: read_rows(self.manifest, entries[s], r, self.cache_bytes))
+        table = gather_rows(
+            shards, rows, lambda s, r: read_rows(self.manifest, self.manifest.shard(s), r, self.cache_bytes)
+        )
         return [tokens.values.to_numpy() for tokens in table.column("tokens")]
 
     def _rows(self, tokens: np.ndarray, start: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -40,8 +40,9 @@ class BlockSource:
 
         Blocks do not depend on the epoch.
         """
-        entries = self.manifest.shards
-        table = gather_rows(shards, rows, lambda s, r: read_rows(self.manifest, entries[s], r, self.cache_bytes))
+        table = gather_rows(
+            shards, rows, lambda s, r: read_rows(self.manifest, self.manifest.shard(s), r, self.cache_bytes)
+        )
         batch = block_arrays(self.manifest, table)
         del batch["documents"]
         return batch if self.end_is_target else without_end(batch, self.manifest)
@@ -52,7 +53,7 @@ class BlockSource:
 
     def name(self, shard: int, row: int) -> str:
         """Return the shard file, row, archive, part and first document of a block, for messages."""
-        entry = self.manifest.shards[shard]
+        entry = self.manifest.shard(shard)
         document = read_rows(self.manifest, entry, [row], self.cache_bytes).column("document")[0].as_py()
         return f"{entry.file}:{row} (document {document} of part {entry.part} of {entry.archive})"
 
@@ -110,7 +111,7 @@ def read_rows(
 def prefetch_shards(manifest: Manifest | GrowingManifest, cache_bytes: int, *windows: Iterable[int]) -> None:
     """Fetch the shards of the window that is read, of the next and the one before (see `RemoteSource.prefetch`)."""
     root = resolve(manifest.directory)[1]
-    paths = [[f"{root}/{manifest.shards[shard].file}" for shard in window] for window in windows]
+    paths = [[f"{root}/{manifest.shard(shard).file}" for shard in window] for window in windows]
     range_reader(manifest.directory, cache_bytes).prefetch(*paths, whole=True)
 
 

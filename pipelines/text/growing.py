@@ -89,10 +89,10 @@ class GrowingManifest:
         except FileNotFoundError:
             return self
 
-    @property
-    def shards(self) -> _GrowingShards:
-        """The shards by their numbers."""
-        return _GrowingShards(self)
+    def shard(self, number: int) -> ShardEntry:
+        """Return the entry of a shard, which is read from the record of its part."""
+        entries, index = self.locate(number)
+        return entries[index]
 
     def locate(self, shard: int) -> tuple[list[ShardEntry], int]:
         """Return the entries of all shards of the part of a shard, and which of them it is."""
@@ -107,17 +107,6 @@ class GrowingManifest:
             before[shard] = sum(entry.num_rows for entry in entries[:index])
         first_rows = np.array([before[shard] for shard in shards.tolist()], dtype=np.int64)
         return make_row_keys(shards // _MAX_SHARDS_PER_PART, first_rows + rows)
-
-
-@dataclass(frozen=True, slots=True)
-class _GrowingShards:
-    """Mapping from the number of a shard to its entry, which is read from the record of its part."""
-
-    parts: GrowingManifest
-
-    def __getitem__(self, shard: int) -> ShardEntry:
-        entries, index = self.parts.locate(shard)
-        return entries[index]
 
 
 @cache
@@ -235,7 +224,7 @@ class PartPreparer:
 
     def __init__(self, task: PartTask, settings: GrowingSettings) -> None:
         self._task, self._settings = task, settings
-        self._order = order_parts(settings.seed, len(task.parts))
+        self._order = StreamPlan(shard_sizes=(1,) * len(task.parts), seed=settings.seed).order_parts(0)
         self._positions = {part: position for position, part in enumerate(self._order)}
         records = read_records(task.unit_names, task.directory)
         self._entries: dict[int, ArchiveEntry] = {
@@ -317,8 +306,3 @@ def _run_part(task: PartTask, part: int) -> tuple[dict[str, Any], int]:
     record = task.run(part)
     write_json(f"{task.directory}/{task.parts[part].name}.json", record)
     return record, RETRIES.take()
-
-
-def order_parts(seed: int, num_parts: int) -> list[int]:
-    """Return the numbers of the parts in the order in which the first epoch visits them."""
-    return StreamPlan(shard_sizes=(1,) * num_parts, seed=seed).order_parts(0)

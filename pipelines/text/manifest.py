@@ -100,6 +100,10 @@ class Manifest:
         """All shards, in the order of the archives."""
         return [shard for archive in self.archives for shard in archive.shards]
 
+    def shard(self, number: int) -> ShardEntry:
+        """Return a shard (see `pipelines.text.growing.GrowingManifest.shard`)."""
+        return self.shards[number]
+
     @property
     def shard_sizes(self) -> tuple[int, ...]:
         """Number of rows of every shard, for a `StreamPlan`."""

@@ -23,7 +23,7 @@ from pipelines.problems import TooManyProblemsError
 from pipelines.stream import RankStream
 from pipelines.text import prepare as text_preparation
 from pipelines.text.blocks import BlockSource
-from pipelines.text.growing import GrowingManifest, GrowingSettings, load_or_grow, order_parts
+from pipelines.text.growing import GrowingManifest, GrowingSettings, load_or_grow
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import PackingConfig
 from pipelines.text.prepare import PrepareConfig
@@ -150,7 +150,7 @@ def test_a_sentence_encoder_that_was_stopped_trains_as_if_its_text_had_been_prep
     expected = train(make_plan(sentences(source, corpus, wordpiece, tmp_path / "ahead")))
 
     storage = tmp_path / "streaming"
-    missing = source / f"{order_parts(SEED, num_parts)[8]:02}.jsonl"
+    missing = source / f"{StreamPlan(shard_sizes=(1,) * num_parts, seed=SEED).order_parts(0)[8]:02}.jsonl"
 
     def take_away() -> None:
         wait_for(lambda: any(storage.glob("prepared/data-*/part-*.json")))
