@@ -130,15 +130,11 @@ class Reading(Protocol):
     def examples(self) -> Sequence[str]: ...
 
 
-class Unread(Protocol):
+class Unread(Reading, Protocol):
     """An archive of which a part may not have been reached."""
 
     @property
-    def path(self) -> str: ...
-    @property
     def num_bytes(self) -> int: ...
-    @property
-    def num_records(self) -> int: ...
     @property
     def num_bytes_unread(self) -> int | None:
         """Number of bytes behind the places where it cannot be read further (`TruncatedArchive`); None: read to its end."""
