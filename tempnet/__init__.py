@@ -6,11 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tempnet.dro import robust_loss, temperature_derivatives
-    from tempnet.network import TempNet
-    from tempnet.network_config import TempNetConfig
-    from tempnet.oracle import best_constant_temperature, optimal_temperature, temperature_curve
-    from tempnet.rho import check_rho, rho_from_target_entropy, target_entropy_from_rho
+    from tempnet.dro import robust_loss, temperature_derivatives  # noqa: F401 - exported by `_PLACES`
+    from tempnet.network import TempNet  # noqa: F401
+    from tempnet.network_config import TempNetConfig  # noqa: F401
+    from tempnet.oracle import best_constant_temperature, optimal_temperature, temperature_curve  # noqa: F401
+    from tempnet.rho import check_rho, rho_from_target_entropy, target_entropy_from_rho  # noqa: F401
 
 # Imported on first use: they import PyTorch, which takes seconds that the help of a command need not wait for.
 _PLACES = {
@@ -26,18 +26,7 @@ _PLACES = {
     "temperature_derivatives": "dro",
 }
 
-__all__ = [
-    "TempNet",
-    "TempNetConfig",
-    "best_constant_temperature",
-    "check_rho",
-    "optimal_temperature",
-    "rho_from_target_entropy",
-    "robust_loss",
-    "target_entropy_from_rho",
-    "temperature_curve",
-    "temperature_derivatives",
-]
+__all__ = [*_PLACES]
 
 
 def __getattr__(name: str) -> Any:
