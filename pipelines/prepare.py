@@ -9,6 +9,7 @@ preparation continues with the remaining ones. Where Ray runs, the units are Ray
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import re
@@ -107,9 +108,13 @@ def prepare(
     return manifest
 
 
-def directory_name(source: str, label: str, digest: str) -> str:
-    """Return the name of a prepared directory: the source's name as far as it can be part of one, a label and a hash."""
+def directory_name(source: str, label: str, content: object) -> str:
+    """Return the name of a prepared directory: the source's name as far as it can be part of one, a label and a hash.
+
+    The hash is that of a JSON value which has all that determines what is prepared.
+    """
     name = split_query(source)[0].rstrip("/").rsplit("/", 1)[-1].split(".")[0]
+    digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=6).hexdigest()
     return f"{re.sub(r'[{}*,]+', '_', name)[:_NUM_CHARACTERS_OF_NAME]}-{label}-{digest}"
 
 

@@ -106,8 +106,16 @@ def prepare_images(
 
     The other arguments are those of `pipelines.prepare.prepare`, with its errors and those of :func:`check_source`.
     """
-    archives, not_read, captions = _list(config)
-    directory = f"{root}/{_name_content(config, archives, captions)}"
+    archives, captions, not_read = check_source(config)
+    content: list[object] = [
+        _READING_VERSION,
+        [asdict(archive) for archive in archives],
+        captions and (captions.captions, captions.invalid),
+        config.max_pixels,
+        config.key_dot,
+        *([config.label] if config.label else []),
+    ]
+    directory = f"{root}/{directory_name(config.source, 'pairs', content)}"
     manifest = prepare(
         lambda: ImageManifest.load(directory),
         lambda: IndexTask(config=config, archives=archives, directory=directory),
@@ -122,13 +130,11 @@ def prepare_images(
     return replace(manifest, not_read=not_read)
 
 
-def check_source(config: PrepareImagesConfig) -> tuple[list[ImageArchive], CaptionFile | None]:
-    """Return the archives to prepare, and the captions if they come in a file of their own; Ray is not needed."""
-    archives, _, captions = _list(config)
-    return archives, captions
+def check_source(config: PrepareImagesConfig) -> tuple[list[ImageArchive], CaptionFile | None, list[str]]:
+    """Return the archives to prepare, the captions if they come in a file of their own, and the names that are not read.
 
-
-def _list(config: PrepareImagesConfig) -> tuple[list[ImageArchive], list[str], CaptionFile | None]:
+    Ray is not needed.
+    """
     archives, not_read = list_image_source(config.source)
     captions = CaptionFile.load(config.captions, config.splits) if config.captions else None
     if captions is None and config.label != FOLDER_LABEL and any(archive.files for archive in archives):
@@ -136,16 +142,7 @@ def _list(config: PrepareImagesConfig) -> tuple[list[ImageArchive], list[str], C
             f"source = {config.source!r} holds images in files of their own: captions must name a json file"
             + (f", or label must be {FOLDER_LABEL} instead of {config.label!r}" if config.label else "")
         )
-    return archives, not_read, captions
-
-
-def _name_content(config: PrepareImagesConfig, archives: list[ImageArchive], captions: CaptionFile | None) -> str:
-    """Return a directory name that contains a hash of everything that determines the prepared content."""
-    files = [asdict(archive) for archive in archives]
-    records = captions and (captions.captions, captions.invalid)
-    values = [_READING_VERSION, files, records, config.max_pixels, config.key_dot]
-    content = json.dumps([*values, config.label] if config.label else values)
-    return directory_name(config.source, "pairs", hashlib.blake2b(content.encode(), digest_size=6).hexdigest())
+    return archives, captions, not_read
 
 
 # ---- one archive -----------------------------------------------------------------------------------------------------

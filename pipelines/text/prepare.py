@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -102,25 +101,23 @@ def locate_text(config: PrepareConfig, layout: Layout, root: str) -> tuple[PartT
     """
     tokenizer = load_tokenizer(config.tokenizer, needs_eos=False)
     listing = list_source(config.source)
-    content = json.dumps(
-        [
-            FORMAT_VERSION,
-            PART_BYTES,
-            [(archive.path, archive.num_bytes, archive.modified_ns) for archive in listing.archives],
-            config.text_field,
-            layout.kind,
-            asdict(layout),
-            tokenizer_digest(tokenizer),
-        ]
-    )
-    digest = hashlib.blake2b(content.encode(), digest_size=6).hexdigest()
+    digest = tokenizer_digest(tokenizer)
+    content = [
+        FORMAT_VERSION,
+        PART_BYTES,
+        [(archive.path, archive.num_bytes, archive.modified_ns) for archive in listing.archives],
+        config.text_field,
+        layout.kind,
+        asdict(layout),
+        digest,
+    ]
     task = PartTask(
         source=config.source,
         text_field=config.text_field,
         layout=layout,
         tokenizer=tokenizer.backend_tokenizer,
-        tokenizer_digest=tokenizer_digest(tokenizer),
-        directory=f"{root}/{directory_name(config.source, layout.label, digest)}",
+        tokenizer_digest=digest,
+        directory=f"{root}/{directory_name(config.source, layout.label, content)}",
         archives=listing.archives,
     )
     return task, listing.not_read

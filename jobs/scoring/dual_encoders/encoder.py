@@ -160,7 +160,7 @@ def pairs_record(images: PrepareImagesConfig) -> dict[str, Any]:
     The contents of archives are identified by their sizes and times of modification; an archive that changes while it is
     read is detected by checksums; a file of captions is identified by all that it says. Errors are those of `check_source`.
     """
-    archives, captions = check_source(images)
+    archives, captions, _ = check_source(images)
     root = resolve_source(images.source)[1]
     versions = {
         f"archive {relative(one.path, root)} (bytes, files, version)": [one.num_bytes, len(one.files), one.version]

@@ -399,7 +399,7 @@ def test_several_splits_and_none_are_read_by_training(options: str, expected: se
     ]
     (tmp_path / "karpathy.json").write_text(json.dumps({"images": images}))
     config = parse(f"{PAIRS} --data.train-captions {tmp_path}/karpathy.json {options}")
-    _, captions = check_source(preparation(config, "train"))
+    _, captions, _ = check_source(preparation(config, "train"))
     assert captions is not None
     assert set(captions.captions) == expected
 
