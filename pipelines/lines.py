@@ -121,9 +121,7 @@ def _decompress_frames(
     while data or not decoder.needs_input:
         try:
             chunk = decoder.decompress(data, READ_BYTES)
-        except lzma.LZMAError as error:
-            raise DamagedError(f"corrupt {name} stream: {error}") from error
-        except OSError as error:  # As bz2 calls data that are not its own.
+        except (lzma.LZMAError, OSError) as error:  # The second, as bz2 calls data that are not its own.
             raise DamagedError(f"corrupt {name} stream: {error}") from error
         if chunk:
             yield chunk
