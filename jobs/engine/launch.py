@@ -288,7 +288,7 @@ def fit(
     SIGTERM has the workers save the current step, and ends as Ctrl-C does.
     """
     make_mailbox: Callable[[], Any] = Mailbox
-    carry_out = _train_in_this_process
+    carry_out: Callable[[TrainingConfig, WorkerJob], dict[str, Any]] = _train_in_this_process
     if not in_this_process:
         from jobs.engine.ray_train import RemoteMailbox, train_with_ray
 
