@@ -97,23 +97,20 @@ def make_optimizer(parts: Sequence[Part]) -> tuple[AdamW, LambdaLR]:
         settings = config.optimizer
         for group in with_and_without_decay(own, settings.weight_decay):
             groups.append({**group, "run": number, "betas": (settings.beta1, settings.beta2), "eps": settings.epsilon})
-            schedules.append(_schedule(config, group["name"]))
+            is_own = group["name"] == "tempnet"
+            warmup = settings.warmup_share_tempnet if is_own else None
+            schedules.append(
+                decay_with_warmup(
+                    config.run.num_steps,
+                    decay=settings.decay,
+                    warmup_share=settings.warmup_share if warmup is None else warmup,
+                    final_share=settings.final_share,
+                    rest_share=settings.rest_share_tempnet if is_own else 0.0,
+                )
+            )
     # On CPUs, fused AdamW takes a tenth of the time of the default, which passes over memory a dozen times.
     optimizer = AdamW(groups, fused=True)
     return optimizer, LambdaLR(optimizer, schedules)
-
-
-def _schedule(config: TrainingConfig, group: str) -> Callable[[int], float]:
-    settings = config.optimizer
-    is_own = group == "tempnet"
-    own = settings.warmup_share_tempnet
-    return decay_with_warmup(
-        config.run.num_steps,
-        decay=settings.decay,
-        warmup_share=own if is_own and own is not None else settings.warmup_share,
-        final_share=settings.final_share,
-        rest_share=settings.rest_share_tempnet if is_own else 0.0,
-    )
 
 
 def whole_parameters(module: nn.Module, stage: int) -> Iterator[tuple[str, Tensor]]:
