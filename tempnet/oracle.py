@@ -65,20 +65,6 @@ Oracle = Callable[[Tensor, float, float, float], Tensor]
 """Function from logits, ρ, τ₀ and τ_max to the optimal temperatures."""
 
 
-class SharedOracle:
-    """`optimal_temperature` of the same logits for several networks: every ρ and range is solved once."""
-
-    def __init__(self) -> None:
-        self._solved: dict[tuple[float, float, float], Tensor] = {}
-
-    def __call__(self, logits: Tensor, rho: float, tau_min: float, tau_max: float) -> Tensor:
-        """Return the optimal temperatures; all calls must have the same logits."""
-        key = rho, tau_min, tau_max
-        if key not in self._solved:
-            self._solved[key] = optimal_temperature(logits, rho, tau_min, tau_max)
-        return self._solved[key]
-
-
 Rows = Callable[[], Iterable[Tensor]]
 """Function that is called once per pass over the sample; it returns the sample's logits in parts (n, V)."""
 

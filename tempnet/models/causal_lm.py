@@ -10,6 +10,7 @@ Shapes: B blocks, T tokens per block, d hidden size, V effective vocabulary.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
@@ -21,7 +22,7 @@ from tempnet.headroom.profile import Profiles
 from tempnet.models.output_head import OutputHead, StoredBase, find_output_head, output_weight
 from tempnet.models.packing import packed_inputs, takes_document_mask
 from tempnet.network import TempNet
-from tempnet.oracle import Oracle, SharedOracle, optimal_temperature
+from tempnet.oracle import optimal_temperature
 from tempnet.softmax.config import TemperatureLossConfig
 from tempnet.softmax.fold import FoldCache
 from tempnet.softmax.linear import (
@@ -185,9 +186,8 @@ class TemperatureCausalLM(nn.Module):
             num_profile_nodes: J, the number of nodes of the tokens' profiles; 0: without profiles. Needs statistics.
         """
         contexts = self._contexts_of(input_ids, position_ids, hidden)
-        (loss,) = self._losses([self], contexts, targets.flatten(), num_targets, with_statistics)
-        profiles = self._profiles(contexts, targets, {num_profile_nodes} if with_statistics else set())
-        return self._output(loss, contexts, targets, oracle_rows, profiles.get(num_profile_nodes))
+        nodes = [num_profile_nodes]
+        return _outputs([self], contexts, targets, num_targets, with_statistics, oracle_rows, nodes)[0]
 
     def _contexts_of(self, input_ids: Tensor | None, position_ids: Tensor | None, hidden: Tensor | None) -> Tensor:
         """Return what :meth:`contexts` computes, or the stored hidden states, of all N tokens of a batch: (N, d or V)."""
@@ -237,61 +237,6 @@ class TemperatureCausalLM(nn.Module):
             NetworkLoss(config=one.loss_config, tempnet=one.tempnet, fold_cache=one.fold_cache) for one in modules
         ]
         return linear_language_model_losses(*tensors, networks, **options)
-
-    def _profiles(self, contexts: Tensor, targets: Tensor, nodes: set[int]) -> dict[int, Any]:
-        """Return number of nodes → :meth:`profiles` of the tokens, for the numbers above 0."""
-        return {number: self.profiles(contexts, targets.flatten(), number) for number in nodes - {0}}
-
-    def _output(
-        self,
-        found: LinearLoss,
-        contexts: Tensor,
-        targets: Tensor,
-        oracle_rows: Tensor | None,
-        profiles: Any,
-        oracle: Oracle = optimal_temperature,
-    ) -> CausalLMOutput:
-        """Return what the forward pass returns, from the loss and what it was computed of."""
-        tau = found.tau.detach()
-        output = empty_output(found.loss, tau.view_as(targets), found.slopes.view_as(targets))
-        if (values := found.values) is not None:
-            output["statistics"] = self.statistics(contexts, targets.flatten(), tau, values, oracle_rows, oracle)
-            output["entropy"] = values.entropy.view_as(targets)
-            output["cross_entropy_tau"] = values.cross_entropy_tau.view_as(targets)
-            output["profiles"] = profiles
-        return output
-
-    @torch.no_grad()
-    def statistics(
-        self,
-        contexts: Tensor,
-        targets: Tensor,
-        tau: Tensor,
-        values: TokenValues,
-        oracle_rows: Tensor | None = None,
-        oracle: Oracle = optimal_temperature,
-    ) -> Tensor:
-        """Return sums of `tempnet.statistics.TemperatureStatistics` for N tokens.
-
-        They follow from representations of the contexts (N, d or V; :meth:`contexts`), targets (N,), temperatures (N,)
-        and values; `oracle_rows` are those of :meth:`forward`, and `oracle` computes their optimal temperatures.
-        """
-        is_valid = targets != IGNORE_INDEX
-        chosen = is_valid & (is_valid.cumsum(0) <= _NUM_ORACLE_TOKENS) if oracle_rows is None else oracle_rows.flatten()
-        config = self.loss_config
-        statistics = token_statistics(
-            values,
-            targets,
-            tau,
-            vocab_size=self.vocab_size,
-            rho=config.rho,
-            tau_min=config.tau_min,
-            tau_max=config.tau_max,
-            oracle_rows=chosen,
-            oracle_logits=self.context_logits(contexts[chosen]),
-            oracle=oracle,
-        )
-        return statistics.sums
 
     @torch.no_grad()
     def profiles(self, contexts: Tensor, targets: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -362,15 +307,51 @@ class SideBySideCausalLM(nn.ModuleList):
     ) -> list[CausalLMOutput]:
         """Return the output of every module; the arguments are those of one, with a number of nodes for each."""
         modules: Any = self
-        first: TemperatureCausalLM = modules[0]
-        contexts, oracle = first._contexts_of(input_ids, position_ids, hidden), SharedOracle()
-        losses = first._losses(modules, contexts, targets.flatten(), num_targets, with_statistics)
-        nodes = num_profile_nodes or [0] * len(losses)
-        profiles = first._profiles(contexts, targets, set(nodes))
-        return [
-            module._output(loss, contexts, targets, oracle_rows, profiles.get(number), oracle)
-            for module, loss, number in zip(modules, losses, nodes, strict=True)
-        ]
+        contexts = modules[0]._contexts_of(input_ids, position_ids, hidden)
+        nodes = num_profile_nodes or [0] * len(modules)
+        return _outputs(modules, contexts, targets, num_targets, with_statistics, oracle_rows, nodes)
+
+
+def _outputs(
+    modules: Sequence[TemperatureCausalLM],
+    contexts: Tensor,
+    targets: Tensor,
+    num_targets: Tensor | float | None,
+    with_statistics: bool,
+    oracle_rows: Tensor | None,
+    nodes: Sequence[int],
+) -> list[CausalLMOutput]:
+    """Return the output of every module on a base, with a number of nodes for each, from the contexts (N, d or V)."""
+    first, flat, outputs = modules[0], targets.flatten(), []
+    losses = first._losses(modules, contexts, flat, num_targets, with_statistics)
+    if with_statistics:
+        is_valid = flat != IGNORE_INDEX
+        chosen = is_valid & (is_valid.cumsum(0) <= _NUM_ORACLE_TOKENS) if oracle_rows is None else oracle_rows.flatten()
+        with torch.no_grad():
+            logits = first.context_logits(contexts[chosen])
+        profiles = {number: first.profiles(contexts, flat, number) for number in {*nodes} - {0}}
+        oracle = functools.cache(optimal_temperature)  # every ρ and range is solved once
+    for module, found, number in zip(modules, losses, nodes, strict=True):
+        tau, config = found.tau.detach(), module.loss_config
+        output = empty_output(found.loss, tau.view_as(targets), found.slopes.view_as(targets))
+        if (values := found.values) is not None:
+            output["statistics"] = token_statistics(
+                values,
+                flat,
+                tau,
+                vocab_size=module.vocab_size,
+                rho=config.rho,
+                tau_min=config.tau_min,
+                tau_max=config.tau_max,
+                oracle_rows=chosen,
+                oracle_logits=logits,
+                oracle=oracle,
+            ).sums
+            output["entropy"] = values.entropy.view_as(targets)
+            output["cross_entropy_tau"] = values.cross_entropy_tau.view_as(targets)
+            output["profiles"] = profiles.get(number)
+        outputs.append(output)
+    return outputs
 
 
 def compile_blocks(model: PreTrainedModel, *, backend: str = "inductor") -> int:
