@@ -87,47 +87,6 @@ def _add_tile(
 
 
 @triton.jit
-def _sum_tiles(
-    layer: tl.tuple,
-    sizes: tl.tuple,
-    rows: tl.tensor,
-    target: tl.tensor,
-    inverse_tau: tl.tensor,
-    first: tl.tensor,
-    last: tl.tensor,
-    WITH_UNIT: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    BLOCK_HIDDEN: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
-) -> tl.tuple:
-    """Return m, both sums at τ, L at the target, and both sums at τ = 1, over the tiles first … last − 1 of the rows.
-
-    They are what `statistics_kernel` writes. Without WITH_UNIT, the sums at τ = 1 are 0.
-    """
-    _, vocab_size, _ = sizes
-    maximum = tl.full((rows.shape[0],), FLOOR, dtype=tl.float32)
-    partition = tl.zeros((rows.shape[0],), dtype=tl.float32)
-    moment = tl.zeros((rows.shape[0],), dtype=tl.float32)
-    positive = tl.zeros((rows.shape[0],), dtype=tl.float32)
-    partition_unit = tl.zeros((rows.shape[0],), dtype=tl.float32)
-    moment_unit = tl.zeros((rows.shape[0],), dtype=tl.float32)
-    for tile in range(first, last):
-        columns = tile * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
-        logits = _logits_tile(layer, sizes, rows, columns, BLOCK_HIDDEN, PRECISION, WIDEN)
-        logits = tl.where((columns < vocab_size)[None, :], logits, FLOOR)
-        positive += tl.sum(tl.where(columns[None, :] == target[:, None], logits, 0.0), 1)
-        raised = tl.maximum(maximum, tl.max(logits, 1))
-        shift = maximum - raised
-        maximum = raised
-        centred = logits - raised[:, None]
-        partition, moment = _add_tile(partition, moment, centred, shift, inverse_tau)
-        if WITH_UNIT:
-            partition_unit, moment_unit = _add_tile(partition_unit, moment_unit, centred, shift, None)
-    return maximum, partition, moment, positive, partition_unit, moment_unit
-
-
-@triton.jit
 def statistics_kernel(
     hidden: tl.tensor,
     weight: tl.tensor,
@@ -166,9 +125,24 @@ def statistics_kernel(
     first = split * num_tiles_per_split
     last = tl.minimum(first + num_tiles_per_split, tl.cdiv(vocab_size, BLOCK_VOCAB))
     layer, sizes = (hidden, weight, bias, soft_cap), (num_tokens, vocab_size, num_hidden)
-    maximum, partition, moment, positive, partition_unit, moment_unit = _sum_tiles(
-        layer, sizes, rows, target, inverse_tau, first, last, WITH_UNIT, BLOCK_VOCAB, BLOCK_HIDDEN, PRECISION, WIDEN
-    )
+    maximum = tl.full((BLOCK_TOKENS,), FLOOR, dtype=tl.float32)
+    partition = tl.zeros((BLOCK_TOKENS,), dtype=tl.float32)
+    moment = tl.zeros((BLOCK_TOKENS,), dtype=tl.float32)
+    positive = tl.zeros((BLOCK_TOKENS,), dtype=tl.float32)
+    partition_unit = tl.zeros((BLOCK_TOKENS,), dtype=tl.float32)
+    moment_unit = tl.zeros((BLOCK_TOKENS,), dtype=tl.float32)
+    for tile in range(first, last):
+        columns = tile * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
+        logits = _logits_tile(layer, sizes, rows, columns, BLOCK_HIDDEN, PRECISION, WIDEN)
+        logits = tl.where((columns < vocab_size)[None, :], logits, FLOOR)
+        positive += tl.sum(tl.where(columns[None, :] == target[:, None], logits, 0.0), 1)
+        raised = tl.maximum(maximum, tl.max(logits, 1))
+        shift = maximum - raised
+        maximum = raised
+        centred = logits - raised[:, None]
+        partition, moment = _add_tile(partition, moment, centred, shift, inverse_tau)
+        if WITH_UNIT:
+            partition_unit, moment_unit = _add_tile(partition_unit, moment_unit, centred, shift, None)
 
     output = partials + split * num_tokens + rows
     stride = num_splits * num_tokens
