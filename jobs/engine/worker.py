@@ -165,7 +165,7 @@ def _train(job: WorkerJob, context: WorkerContext, *, checkpoint: str, is_own: b
     from pipelines.problems import TooManyProblemsError
 
     try:
-        with local_copy(checkpoint) if checkpoint else nullcontext() as local:
+        with checkpoint_directory(checkpoint) if checkpoint else nullcontext() as local:
             try:
                 loop = TrainingLoop(job, context, Path(local) if local else None)
             except ValueError as error:  # what the run is given does not fit, which no restart changes
@@ -190,7 +190,7 @@ def export_checkpoint(job: WorkerJob, context: WorkerContext, *, checkpoint: str
     from jobs.engine.loop import TrainingLoop
 
     try:
-        with local_copy(checkpoint) as directory:
+        with checkpoint_directory(checkpoint) as directory:
             loop = TrainingLoop(job, context, Path(directory), reads_data=False)
         loop.task.export()
         loop.close()
@@ -200,7 +200,7 @@ def export_checkpoint(job: WorkerJob, context: WorkerContext, *, checkpoint: str
 
 
 @contextmanager
-def local_copy(uri: str) -> Iterator[str]:
+def checkpoint_directory(uri: str) -> Iterator[str]:
     """Yield a local directory with the checkpoint at a path or URI; of one at a URI every worker makes a copy."""
     filesystem, path = resolve(uri)
     if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
