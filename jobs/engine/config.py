@@ -172,7 +172,7 @@ class WorkersSection:
     compile: Literal["auto", "on", "off"] = field(default="auto", metadata=FREE_TO_CHANGE)
     """on: the base's transformer blocks are compiled by torch.compile in the first step, which takes one to two minutes; the
     result is kept in `compiled` beside the prepared data. Losses differ by rounding. auto: on for language models on GPUs,
-    unless ZeRO 3 divides the base; else off."""
+    else off. ZeRO 3 gathers the weights of a compiled block at once, not layer by layer."""
     micro_batch: Literal["given", "auto"] = field(default="given", metadata=FREE_TO_CHANGE)
     """given: a worker processes `optimizer.micro_batch_size` samples at a time. auto: as many as the memory that is free when
     it starts has room for, by the arithmetic of `jobs.engine.hardware` (language models). Losses differ by rounding."""
@@ -200,16 +200,10 @@ class WorkersSection:
         if self.offload_optimizer and self.zero_stage == 0:
             raise ValueError("workers.offload_optimizer = True needs workers.zero_stage 1, 2 or 3, not 0")
 
-        if self.compile == "on" and self.zero_stage == 3:
-            raise ValueError(
-                "workers.compile = 'on' needs workers.zero_stage 0, 1 or 2: ZeRO 3 gathers the weights of every layer by "
-                "hooks, which break the graph"
-            )
-
     @property
     def compiles(self) -> bool:
         """Whether the transformer blocks of a language model are compiled, unless their results are read instead."""
-        return self.compile == "on" or (self.compile == "auto" and self.use_gpu and self.zero_stage != 3)
+        return self.compile == "on" or (self.compile == "auto" and self.use_gpu)
 
     @property
     def min_workers(self) -> int:

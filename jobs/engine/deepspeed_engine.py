@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -14,6 +14,7 @@ import deepspeed
 import torch
 from accelerate import init_empty_weights
 from deepspeed import DeepSpeedEngine
+from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -191,6 +192,12 @@ def base_without_weights(place: str | Path, *, trust_remote_code: bool = False, 
     with suppress(OSError):
         base.generation_config = GenerationConfig.from_pretrained(place)
     return base.eval()
+
+
+def gather_together(blocks: Iterable[nn.Module]) -> None:
+    """Have ZeRO 3 gather all weights of a block before its `forward`; hooks of the layers in it would break its graph."""
+    for block in blocks:
+        set_z3_leaf_module(block, True)
 
 
 def load_partitioned(

@@ -354,12 +354,13 @@ def _outputs(
     return outputs
 
 
-def compile_blocks(model: PreTrainedModel, *, backend: str = "inductor") -> int:
-    """Compile every transformer block in place by `torch.compile`, and return their number.
+def compile_blocks(model: PreTrainedModel, *, backend: str = "inductor") -> nn.ModuleList:
+    """Compile the `forward` of every transformer block in place by `torch.compile`, and return the blocks.
 
     Names and types of the modules stay the same, so that checkpoints and exports do. The blocks share one graph, because
     TorchDynamo takes the weights of a module as inputs: only the first block of the first step is compiled, once for training
-    and once for validation. Losses, embeddings and the output layer are not compiled: the losses have kernels of their own.
+    and once for validation. Hooks of a block stay outside of the graph. Losses, embeddings and the output layer are not
+    compiled: the losses have kernels of their own.
     The blocks are the model's largest `nn.ModuleList`; a model without one raises ValueError.
     """
     lists = [module for module in model.base_model.modules() if isinstance(module, nn.ModuleList) and len(module)]
@@ -370,5 +371,5 @@ def compile_blocks(model: PreTrainedModel, *, backend: str = "inductor") -> int:
         )
     blocks = max(lists, key=lambda blocks: sum(parameter.numel() for parameter in blocks.parameters()))
     for block in blocks:
-        block.compile(dynamic=False, backend=backend)
-    return len(blocks)
+        block.forward = torch.compile(block.forward, dynamic=False, backend=backend)
+    return blocks

@@ -261,7 +261,11 @@ def build_models(
         torch.set_rng_state(state)
         modules.append(add_tempnet(base, config, tokenizer))
     if configs[0].workers.compiles and isinstance(base, PreTrainedModel):
-        compile_blocks(base)
+        blocks = compile_blocks(base)
+        if configs[0].workers.zero_stage == 3:
+            from jobs.engine.deepspeed_engine import gather_together
+
+            gather_together(blocks)
     return modules
 
 

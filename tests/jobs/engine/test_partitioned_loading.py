@@ -1,4 +1,4 @@
-"""A pretrained model that is divided while it is loaded trains as one that was loaded whole, digit by digit."""
+"""A pretrained model that is divided while it is loaded trains as one that was loaded whole, also with compiled blocks."""
 
 from __future__ import annotations
 
@@ -34,22 +34,27 @@ def save_model(kind: str, directory: Path, vocab_size: int = 90, **options: Any)
 
 
 BATCH_SIZE, LENGTH = 4, 16
+NONE_WHOLE = ("stage3_param_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance")
 
 
 def losses(rank: int, world_size: int, directory: str, how: str) -> list[float]:
     """Train for four steps on one rank of a process group, and return losses averaged over the ranks.
 
-    With `how` = "whole" every rank loads the model, which ZeRO 3 then divides.
+    With `how` = "whole" every rank loads the model, which ZeRO 3 then divides. With "compiled" it is divided while it is
+    loaded, and its blocks become one graph without breaks. ZeRO 3 divides small weights, too, and keeps none whole after use.
     """
     import deepspeed
+    from torch._dynamo.utils import counters
 
     from jobs.engine import deepspeed_engine  # noqa: F401 — keeps DeepSpeed from compiling an extension
-    from jobs.engine.deepspeed_engine import base_without_weights, load_partitioned
+    from jobs.engine.deepspeed_engine import base_without_weights, gather_together, load_partitioned
     from jobs.engine.task import with_and_without_decay
+    from tempnet.models.causal_lm import compile_blocks
 
     config = {
         "train_batch_size": BATCH_SIZE, "train_micro_batch_size_per_gpu": BATCH_SIZE // world_size,
-        "zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True, "steps_per_print": 1 << 60,
+        "zero_optimization": {"stage": 3, **dict.fromkeys(NONE_WHOLE, 0)}, "zero_allow_untested_optimizer": True,
+        "steps_per_print": 1 << 60,
     }  # fmt: skip
     dtype = AutoConfig.from_pretrained(directory).dtype or torch.float32
     if how == "whole":
@@ -63,6 +68,10 @@ def losses(rank: int, world_size: int, directory: str, how: str) -> list[float]:
         deepspeed.zero.Init(module=model, config_dict_or_path=config)
     else:
         model = base_without_weights(directory, dtype=dtype)
+        if how == "compiled":
+            torch._dynamo.reset()
+            counters.clear()
+            gather_together(compile_blocks(model.train(), backend="aot_eager"))
         files = WeightFiles.find(directory)
         assert files is not None
         load_partitioned(model, files, config, rank=rank)
@@ -74,22 +83,26 @@ def losses(rank: int, world_size: int, directory: str, how: str) -> list[float]:
     means = []
     for _ in range(4):
         ids = torch.randint(model.config.vocab_size, (BATCH_SIZE, LENGTH), generator=generator).chunk(world_size)[rank]
-        loss = engine(input_ids=ids, labels=ids).loss
+        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
         engine.backward(loss)
         engine.step()
         mean = loss.detach().double() / world_size
         torch.distributed.all_reduce(mean)
         means.append(float(mean))
+    if how == "compiled":
+        assert counters["stats"]["unique_graphs"] == 1
+        assert not counters["graph_break"]
     return means
 
 
 @pytest.mark.parametrize("kind", SIZES)
 def test_losses_are_those_of_a_model_that_was_loaded_whole(kind: str, tmp_path: Path, together: Call) -> None:
     directory = str(save_model(kind, tmp_path / kind, max_shard_size="20KB"))
-    whole, divided = (together(losses, directory, how) for how in ("whole", "divided"))
+    whole, divided, compiled = (together(losses, directory, how) for how in ("whole", "divided", "compiled"))
     assert len(set(whole[0])) == 4
     for rank in range(2):
         assert divided[rank] == pytest.approx(whole[rank], abs=1e-6)
+        assert compiled[rank] == pytest.approx(whole[rank], abs=1e-5)
 
 
 def test_weights_have_their_parameters_or_none_is_divided(tmp_path: Path) -> None:

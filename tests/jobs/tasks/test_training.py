@@ -236,11 +236,12 @@ def test_dropout_after_an_interruption_is_what_it_would_have_been(site: Site) ->
 
 
 @pytest.mark.long  # inductor compiles for minutes; tests/tempnet/models/test_compiled.py shows the graphs without it
-def test_compiled_blocks_train_what_eager_ones_do(site: Site) -> None:
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_compiled_blocks_train_what_eager_ones_do(site: Site, zero_stage: int) -> None:
     alone = site.alone("lm")
-    sections = {**CASES["lm"][1], "workers": {"compile": "on"}}
-    compiled = site.train(language_model, "lm-compiled", 2, **sections)
-    site.assert_same("lm-compiled", "lm-1", tolerance=1e-4)
+    sections = {**CASES["lm"][1], "workers": {"compile": "on", "zero_stage": zero_stage}}
+    compiled = site.train(language_model, f"lm-compiled-{zero_stage}", 2, **sections)
+    site.assert_same(f"lm-compiled-{zero_stage}", "lm-1", tolerance=1e-4)
     assert compiled["validation"]["cross_entropy_tau"] == pytest.approx(
         alone["validation"]["cross_entropy_tau"], rel=1e-4
     )
