@@ -26,7 +26,7 @@ class RunsConfig:
 
     storages: Annotated[tuple[str, ...], tyro.conf.Positional] = field(default=())
     """Directories or URIs that hold runs (--run.storage), or a run's own. If empty: $TEMPNET_HOME, else ./runs."""
-    state: tuple[Literal["running", "stalled", "finished", "failed", "interrupted", "lost"], ...] = ()
+    state: tuple[Literal["running", "stalled", "finished", "failed", "interrupted", "lost", "waiting"], ...] = ()
     """Only runs in these states. If empty: all."""
     json: bool = False
     """Print one JSON object per run instead of a table."""

@@ -29,8 +29,8 @@ class RunSummary:
     name: str
     """Name of the run, below the storage."""
     state: str
-    """finished, running, stalled (its driver lives, but it shows no progress), failed, interrupted or lost: the driver has
-    ended without a word."""
+    """finished, running, stalled (its driver lives, but it shows no progress), failed, interrupted, lost (the driver has ended
+    without a word) or waiting (no step was made, and nobody makes one: it waits its turn, or was stopped before the first)."""
     step: int
     """The newest step that is known of; of a run that does not train, the step that it would go on from."""
     num_steps: int
@@ -120,6 +120,8 @@ def _state(
         noted, between = _number(progress, "time"), _number(progress, "seconds_per_note") or 0.0
         is_late = noted is not None and now - noted > max(_SECONDS_TO_STALL, _NOTES_TO_STALL * between)
         return "stalled" if is_late else "running"
+    if not progress and not failure and not registered_step(directory):
+        return "waiting"
     is_newest = (_number(failure, "time") or 0.0) >= (_number(progress, "time") or 0.0)
     return "failed" if failure.get("is_final") and is_newest else "interrupted"
 

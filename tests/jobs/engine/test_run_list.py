@@ -34,7 +34,7 @@ def only(storage: str, *, now: float | None = None) -> RunSummary:
 def test_the_states_of_a_run(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     begin(str(directory))
-    assert (only(str(tmp_path)).state, only(str(tmp_path)).step) == ("interrupted", 0)
+    assert (only(str(tmp_path)).state, only(str(tmp_path)).step) == ("waiting", 0)
 
     with Lease(str(directory)):
         begin(str(directory), step=40)

@@ -238,4 +238,4 @@ def test_a_trial_that_fails_beside_others_is_listed_as_failed(tmp_path: Path, mo
     states = {run.name.rpartition("/")[2]: (run.state, run.failure) for run in list_runs(config.run.directory)}
     assert states[group[0].name][0] == "failed"
     assert states[group[0].name][1].endswith("at step 0: the loss is nan")
-    assert states[group[1].name] == ("interrupted", "")
+    assert states[group[1].name] == ("waiting", "")
