@@ -16,9 +16,10 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from pyarrow import fs
 
@@ -66,12 +67,12 @@ def local_copy(source: str, *, with_weights: bool = True) -> str:
         listing = _list(source, with_weights)
         if isinstance(listing.filesystem, fs.LocalFileSystem):
             return listing.path
-        directory = _cache() / compute_digest([source.rstrip("/"), with_weights])
+        directory = _place_of(source, with_weights)
         version = directory / listing.digest
         place = version / listing.path.lstrip("/")
         if version.is_dir():
             return str(place)
-        with _locked(directory):
+        with _locked(directory, "lock"):
             if version.is_dir():
                 return str(place)
             for old in directory.glob("*/"):  # what a killed process has left, and what the source was before
@@ -86,6 +87,26 @@ def local_copy(source: str, *, with_weights: bool = True) -> str:
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     raise OSError(f"{source} was written to each of the {_NUM_LISTINGS} times that it was copied: try again later")
+
+
+@contextmanager
+def shared_copy(source: str) -> Iterator[str]:
+    """Yield what :func:`local_copy` returns; the copy is deleted when the last process of this machine leaves the block.
+
+    For what is read once, such as a checkpoint, by all workers of a machine at the same time.
+    """
+    if "://" not in source:
+        yield local_copy(source)
+        return
+    directory = _place_of(source)
+    with _locked(directory, "readers", fcntl.LOCK_SH) as lock:
+        try:
+            yield local_copy(source)
+        finally:
+            with suppress(BlockingIOError):  # another process reads the copy, and will delete it
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for version in directory.glob("*/"):
+                    shutil.rmtree(version, ignore_errors=True)
 
 
 def is_directory(source: str) -> bool:
@@ -143,13 +164,18 @@ def _cache() -> Path:
     return Path(os.environ.get(_VARIABLE) or "~/.cache/tempnet").expanduser().absolute()
 
 
+def _place_of(source: str, with_weights: bool = True) -> Path:
+    """Return the directory of the copies of a URI."""
+    return _cache() / compute_digest([source.rstrip("/"), with_weights])
+
+
 @contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Let one process of this machine at a time into the block; a killed process holds no lock."""
+def _locked(directory: Path, name: str, operation: int = fcntl.LOCK_EX) -> Iterator[IO[str]]:
+    """Let one process of this machine at a time into the block, or with LOCK_SH several; a killed process holds no lock."""
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    with (directory / name).open("w") as file:
+        fcntl.flock(file, operation)
+        yield file
 
 
 def _check_room(source: str, num_bytes: int, directory: Path) -> None:

@@ -29,8 +29,8 @@ class RunSummary:
     name: str
     """Name of the run, below the storage."""
     state: str
-    """finished, running, stalled (its driver lives, but it shows no progress), failed, interrupted, lost (the driver has ended
-    without a word) or waiting (no step was made, and nobody makes one: it waits its turn, or was stopped before the first)."""
+    """finished, running, stalled (its driver lives, but it shows no progress), failed, interrupted, lost (the driver has
+    ended without a word) or waiting (no step was made, and nobody makes one: it waits its turn, or was stopped before)."""
     step: int
     """The newest step that is known of; of a run that does not train, the step that it would go on from."""
     num_steps: int

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import pyarrow.fs
 
 from jobs.engine.resumption import (
     FatalTrainingError,
@@ -25,7 +22,7 @@ from jobs.engine.resumption import (
     start_checkpoint,
     write_record,
 )
-from pipelines.storage import resolve
+from pipelines.local_copy import shared_copy
 
 if TYPE_CHECKING:  # the driver needs neither DeepSpeed nor MLflow for these
     from jobs.engine.config import TrainingConfig
@@ -165,7 +162,7 @@ def _train(job: WorkerJob, context: WorkerContext, *, checkpoint: str, is_own: b
     from pipelines.problems import TooManyProblemsError
 
     try:
-        with checkpoint_directory(checkpoint) if checkpoint else nullcontext() as local:
+        with shared_copy(checkpoint) if checkpoint else nullcontext() as local:
             try:
                 loop = TrainingLoop(job, context, Path(local) if local else None)
             except ValueError as error:  # what the run is given does not fit, which no restart changes
@@ -190,25 +187,13 @@ def export_checkpoint(job: WorkerJob, context: WorkerContext, *, checkpoint: str
     from jobs.engine.loop import TrainingLoop
 
     try:
-        with checkpoint_directory(checkpoint) as directory:
+        with shared_copy(checkpoint) as directory:
             loop = TrainingLoop(job, context, Path(directory), reads_data=False)
         loop.task.export()
         loop.close()
     except (FatalTrainingError, DamagedCheckpointError) as error:
         return {"fatal": str(error)}
     return {}
-
-
-@contextmanager
-def checkpoint_directory(uri: str) -> Iterator[str]:
-    """Yield a local directory with the checkpoint at a path or URI; of one at a URI every worker makes a copy."""
-    filesystem, path = resolve(uri)
-    if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
-        yield path
-    else:
-        with tempfile.TemporaryDirectory(prefix="tempnet-checkpoint-") as directory:
-            pyarrow.fs.copy_files(path, directory, source_filesystem=filesystem)
-            yield directory
 
 
 # ---- in this process -------------------------------------------------------------------------------------------------

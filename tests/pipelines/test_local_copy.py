@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from s3_support import ObjectStore
 
-from pipelines.local_copy import is_directory, local_copy
+from pipelines.local_copy import is_directory, local_copy, shared_copy
 
 RANGE = 2**16
 """What is read at a time in these tests, which is 2**23 in the product."""
@@ -90,6 +90,20 @@ def test_whoever_asks_at_the_same_time_gets_one_copy(s3_server: ObjectStore, buc
         places = set(pool.map(local_copy, [f"s3://{bucket}/m"] * 3))
     assert (Path(*places) / "weights.bin").stat().st_size == 40 * RANGE
     assert s3_server.num_reads(f"{bucket}/m/weights.bin") == 40
+
+
+def test_a_shared_copy_is_made_once_and_deleted_by_the_last_who_leaves(s3_server: ObjectStore, bucket: str) -> None:
+    put(s3_server, f"{bucket}/m/weights.bin", bytes(3 * RANGE))
+    with shared_copy(f"s3://{bucket}/m") as first:
+        with pytest.raises(RuntimeError), shared_copy(f"s3://{bucket}/m") as second:
+            raise RuntimeError
+        assert first == second
+        assert (Path(first) / "weights.bin").stat().st_size == 3 * RANGE
+    assert s3_server.num_reads(f"{bucket}/m/weights.bin") == 3
+    assert not Path(first).exists()
+    put(s3_server, f"{bucket}/m/weights.bin", bytes(RANGE))
+    with shared_copy(f"s3://{bucket}/m") as again:
+        assert (Path(again) / "weights.bin").stat().st_size == RANGE
 
 
 @pytest.mark.parametrize("key", ["m/../../evil", "m/a/../../../evil", "m/./x", "m//x"])

@@ -47,7 +47,7 @@ from jobs.engine.resumption import (
     write_file_list,
     write_record,
 )
-from jobs.engine.worker import checkpoint_directory
+from pipelines.local_copy import shared_copy
 from pipelines.plan import StreamPlan
 
 CONFIG = TrainingConfig(run=RunSection(name="run"))
@@ -127,7 +127,7 @@ def test_a_checkpoint_in_a_store_is_read_from_a_copy_that_goes_afterwards(bucket
     (tmp_path / "part" / "deepspeed" / "states.pt").write_bytes(b"states")
     uri = f"s3://{bucket}/runs/run/checkpoint-00000005"
     upload_part(tmp_path / "part", uri, rank=0, world_size=1, group="")
-    with checkpoint_directory(uri) as directory:
+    with shared_copy(uri) as directory:
         assert (Path(directory) / "deepspeed" / "states.pt").read_bytes() == b"states"
         assert find_changed_file(Path(directory), rank=0, world_size=1) == ""
     assert not Path(directory).exists()
