@@ -47,12 +47,12 @@ class PromptFormat:
     records file itself is the output."""
 
 
-def read_prompts(path: str, format_name: str, limit: int) -> list[Prompt]:
-    """Returns the first `limit` prompts of a file, or all if `limit` is 0."""
-    with naming_field("prompts = "):
+def read_prompts(path: str, format_name: str, limit: int = 0, *, field: str = "prompts") -> list[Prompt]:
+    """Returns the first `limit` prompts of a file that `field` names, or all if `limit` is 0."""
+    with naming_field(f"{field} = "):
         place = Path(local_copy(path))
     if not place.exists():
-        raise FileNotFoundError(f"prompts = {path!r} is missing: there is no such file")
+        raise FileNotFoundError(f"{field} = {path!r} is missing: there is no such file")
     prompts: list[Prompt] = []
     seen: set[int | str] = set()
     for prompt in FORMATS[format_name].read(place):

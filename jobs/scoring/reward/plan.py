@@ -170,8 +170,7 @@ def _hold_out(config: RewardConfig, prompts: list[Prompt]) -> tuple[list[Prompt]
         chosen = set(texts[:number] if number > 1 else [])
         held_out = [prompt for prompt in prompts if prompt.turns in chosen]
         return [prompt for prompt in prompts if prompt.turns not in chosen], held_out
-    with naming_field("held_out_prompts: "):
-        held_out = read_prompts(config.held_out_prompts, config.format, 0)
+    held_out = read_prompts(config.held_out_prompts, config.format, field="held_out_prompts")
     known = {prompt.turns for prompt in prompts}
     if shared := [prompt for prompt in held_out if prompt.turns in known]:
         raise ValueError(

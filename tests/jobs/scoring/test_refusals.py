@@ -102,7 +102,7 @@ REFUSED = {
         "--max-new-tokens 64": "max_new_tokens = 64 leaves no room for a prompt",
         "--max-new-tokens 60 --prompts long.jsonl": "leaves room for 4 beside max_new_tokens = 60",
         "--max-new-tokens 63 --chat on": "chat = on: the tokenizer of",
-        "--held-out-prompts missing.jsonl": "held_out_prompts: prompts = ",
+        "--held-out-prompts missing.jsonl": "held_out_prompts = ",
         "--held-out-prompts p.jsonl": "2 of its prompts are in prompts = ",
         "--held-out-prompts new.jsonl": "prompt 'h1': verifier.name = exact",
         "--held-out-prompts long.jsonl": "long.jsonl': the shortest has",
