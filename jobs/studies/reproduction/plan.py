@@ -179,13 +179,14 @@ def _make_runs(study: Study, job: ReproduceConfig, common: Mapping[str, Any]) ->
             continue
         name = _preset_of(arm, job.scale)
         preset = PRESETS[name]()
+        setting = preset.grid.settings[-1] if isinstance(preset, CrossValidationConfig) else None
         for replicate in _replicates_of(arm, preset, job.seeds):
             # A base that many runs start from is trained once per seed, not once per fold.
             base = runs[arm.after, f"{replicate.number}.0"] if arm.after else None
             start = {"model.path": base.config.run.export_directory} if base else {}
             config: TrainingConfig = preset
-            if isinstance(preset, CrossValidationConfig):
-                config = preset.cell("", preset.grid.settings[-1], replicate.seed, replicate.fold)
+            if setting is not None:
+                config = preset.cell("", setting, replicate.seed, replicate.fold)
             known = flatten(config)
             changes = {field: value for field, value in job.changes.items() if field in known}
             changes = {"run.seed": replicate.seed, **common, **study.changes, **changes, **start, **arm.changes}
