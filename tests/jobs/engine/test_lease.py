@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support import wait_for
 
 from jobs.engine import lease
 from jobs.engine.lease import LEASE_FILE, Lease, LostRunError, RunIsTakenError, _machine, _process
@@ -67,49 +68,39 @@ def test_it_is_renewed_and_given_up(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("comes_back", [True, False])
-def test_a_run_whose_directory_is_deleted_ends(tmp_path: Path, comes_back: bool) -> None:
-    """It would go on into a directory without the configuration of its checkpoints, which a checkpoint makes anew."""
-    run = tmp_path / "run"
-
-    def lose() -> None:
-        with fast(run):
-            (run / "configuration.json").write_text("{}")
-            time.sleep(0.2)
-            shutil.rmtree(run)
-            if comes_back:
-                (run / "checkpoint-00000005").mkdir(parents=True)
-            with pytest.raises(KeyboardInterrupt):
-                time.sleep(20)
-
-    with pytest.raises(LostRunError, match=rf"{run} is gone: it was deleted"):
-        lose()
-    assert not (run / LEASE_FILE).exists()
-
-
-def test_a_run_that_is_deleted_in_an_object_store_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There a directory is what the names of files say, so that a heartbeat would bring it back."""
+@pytest.mark.parametrize("brought_back_by", ["nobody", "a checkpoint", "a heartbeat in an object store"])
+def test_a_run_whose_directory_is_deleted_ends(
+    tmp_path: Path, brought_back_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would go on into a directory without the configuration of its checkpoints."""
     run = tmp_path / "run"
 
     def write_as_a_store(uri: str, content: Mapping[str, Any]) -> None:
+        """Make the directory, which in a store is what the names of files say."""
         Path(uri).parent.mkdir(parents=True, exist_ok=True)
         write_json(uri, content)
 
-    monkeypatch.setattr(lease, "write_json", write_as_a_store)
+    if "store" in brought_back_by:
+        monkeypatch.setattr(lease, "write_json", write_as_a_store)
 
     def lose() -> None:
         with fast(run):
             (run / "configuration.json").write_text("{}")
             time.sleep(0.5)
             shutil.rmtree(run)
+            if brought_back_by == "a checkpoint":
+                (run / "checkpoint-00000005").mkdir(parents=True)
             with pytest.raises(KeyboardInterrupt):
-                time.sleep(10)
+                time.sleep(20)
 
     with pytest.raises(LostRunError, match=rf"{run} is gone: it was deleted"):
         lose()
+    assert (run / LEASE_FILE).exists() == ("store" in brought_back_by)
 
 
-def test_the_second_driver_is_refused_while_the_first_lives(tmp_path: Path, first: subprocess.Popen[bytes]) -> None:
+def test_the_second_driver_is_refused_while_the_first_lives(
+    tmp_path: Path, first: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
     write_for(first, tmp_path)
     with pytest.raises(RunIsTakenError, match=rf"in the hands of process {first.pid} on far.*another run\.name"):
         fast(tmp_path).__enter__()
@@ -117,9 +108,9 @@ def test_the_second_driver_is_refused_while_the_first_lives(tmp_path: Path, firs
     # The process is killed, but its parent has not waited for it yet, so it is a zombie.
     first.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
-    started = time.monotonic()
+    capsys.readouterr()
     with Lease(str(tmp_path)):
-        assert time.monotonic() - started < 2
+        assert "waiting" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("is_remote", [False, True], ids=["shared directory", "object store"])
@@ -142,22 +133,23 @@ def test_a_driver_on_another_machine_is_known_by_its_heartbeats(
     assert read_json(f"{run}/{LEASE_FILE}") is None
 
 
-def test_a_process_of_this_machine_that_is_gone_holds_nothing(tmp_path: Path) -> None:
+def test_a_process_of_this_machine_that_is_gone_holds_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     process = subprocess.Popen(["true"])
     process.wait()
     # In the second case this process has the number of an older process, which held the lease.
     for gone in ({"pid": process.pid}, {"start_ticks": 1}, {"start_ticks": None, "started": 1.0}):
         write(tmp_path, **gone)
-        started = time.monotonic()
         with Lease(str(tmp_path)):
-            assert time.monotonic() - started < 2
+            assert "waiting" not in capsys.readouterr().out
 
 
 def test_a_dead_driver_of_another_machine_expires(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, machine="elsewhere", pid=7)
     started = time.monotonic()
     with fast(tmp_path):
-        assert 0.5 <= time.monotonic() - started < 3.0
+        assert time.monotonic() - started >= 0.5
     assert "held by process 7 on far: waiting 0.5 s to see whether that is still alive" in capsys.readouterr().out
     tmp_path.mkdir()
     (tmp_path / LEASE_FILE).write_text('{"token": "ab')  # damaged
@@ -192,19 +184,15 @@ def test_who_loses_the_lease_is_interrupted_and_leaves_the_new_owners(tmp_path: 
             time.sleep(10)
             raise AssertionError("it went on")
 
-    started = time.monotonic()
     with pytest.raises(RunIsTakenError, match="on far"):
         train()
-    assert time.monotonic() - started < 5
     assert held_by(tmp_path)["token"] == "other"
 
 
 def test_a_storage_that_fails_for_a_while_costs_nothing(tmp_path: Path) -> None:
-    with fast(tmp_path / "run"):
+    with fast(tmp_path / "run", seconds_to_expire=60.0):
         (tmp_path / "run").rename(tmp_path / "away")
         time.sleep(0.3)
         (tmp_path / "away").rename(tmp_path / "run")
-        time.sleep(0.2)
         before = held_by(tmp_path / "run")
-        time.sleep(0.2)
-        assert held_by(tmp_path / "run") != before
+        wait_for(lambda: held_by(tmp_path / "run") != before)
