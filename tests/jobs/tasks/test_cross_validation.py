@@ -31,15 +31,12 @@ def config(tmp_path: Path) -> CrossValidationConfig:
     lines = [f"{'good' if number % 3 else 'bad'}\tfilm number {number}" for number in range(60)]
     (tmp_path / "films.tsv").write_text("\n".join(lines))
     train_wordpiece(lines, 100).save_pretrained(tmp_path / "tokenizer")
-    preset = PRESETS["triple-entropy-small"]()
-    data = replace(
-        preset.data,
-        directory="",
-        file=str(tmp_path / "films.tsv"),
-        num_examples=0,
-        tokenizer=str(tmp_path / "tokenizer"),
-    )
-    return with_fields(replace(preset, data=data), {"optimizer.batch_size": 16, "run.storage": str(tmp_path)})
+    changes = {
+        "data.directory": "", "data.file": str(tmp_path / "films.tsv"), "data.num_examples": 0,
+        "data.tokenizer": str(tmp_path / "tokenizer"), "model.path": "", "model.hidden_size": 16, "model.num_layers": 1,
+        "model.num_heads": 2, "optimizer.batch_size": 16, "run.storage": str(tmp_path), "tracking.enabled": False,
+    }  # fmt: skip
+    return with_fields(PRESETS["triple-entropy-small"](), changes)
 
 
 def test_cells_that_are_compared_have_the_same_folds_and_the_same_start(config: CrossValidationConfig) -> None:
@@ -54,8 +51,7 @@ def test_cells_that_are_compared_have_the_same_folds_and_the_same_start(config: 
 def test_mlflow_names_a_file_of_sentences_itself(
     config: CrossValidationConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = {"model.path": "", "model.hidden_size": 16, "model.num_layers": 1, "model.num_heads": 2}
-    work = make_cross_validation(with_fields(config, small | {"tracking.enabled": False}))
+    work = make_cross_validation(config)
     for name in ("check_cross_validation", "claim_directory", "start_ray"):
         monkeypatch.setattr(cross_validation, name, lambda *_: None)
 
@@ -68,9 +64,6 @@ def test_mlflow_names_a_file_of_sentences_itself(
 
 
 def test_the_supervised_contrastive_loss_is_a_setting_beside_the_others(config: CrossValidationConfig) -> None:
-    config = with_fields(
-        config, {"model.path": "", "model.hidden_size": 16, "model.num_layers": 1, "model.num_heads": 2}
-    )
     grid = replace(config.grid, contrastive_weight=(0.5, 0.9), seeds=(2,), num_folds=2)
     names = [setting.name for setting in grid.settings]
     assert names == ["ce", "supcon-weight0.5-tau0.3", "supcon-weight0.9-tau0.3", config.grid.settings[-1].name]
@@ -89,8 +82,7 @@ def test_the_supervised_contrastive_loss_is_a_setting_beside_the_others(config: 
 def test_a_cell_that_kept_no_model_is_exported_later(
     config: CrossValidationConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = {"model.path": "", "model.hidden_size": 16, "model.num_layers": 1, "model.num_heads": 2}
-    cell = with_fields(config, sizes).cells()[0]
+    cell = config.cells()[0]
     assert make_plan(cell).prepare().create_task.args[1] == resolve_fields(cell)  # type: ignore[attr-defined]
     checkpoint = Path(cell.run.directory) / "checkpoint-00000005"
     checkpoint.mkdir(parents=True)
