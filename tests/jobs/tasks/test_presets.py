@@ -116,7 +116,8 @@ def test_a_configuration_comes_back_from_the_record_of_its_run(name: str, tmp_pa
 def test_every_preset_is_found_by_its_name_and_its_place_in_a_paper(name: str) -> None:
     config = PRESETS[name]()
     tags = run_tags(config, getattr(config, "base", config).tracking)
-    assert (tags["preset"], tags["configuration_hash"]) == (name, configuration_hash(config))
+    assert config.run.name == tags["preset"] == name
+    assert tags["configuration_hash"] == configuration_hash(config)
     ours = ("frozen", "frozen-small", "frozen-rho-lr-small", "declutr-small-tempnet", "declutr-small-tempnet-small",
             "simclr-cifar10-tempnet", "simclr-cifar10-tempnet-small")  # fmt: skip
     assert ("paper.table" in tags) == (name not in ours)
@@ -138,7 +139,6 @@ def test_trials_are_found_by_the_preset_of_their_sweep_and_tags_change_no_hash()
 @pytest.mark.parametrize("name", language_models.PRESETS)
 def test_the_rho_of_a_language_model_is_feasible(name: str) -> None:
     config = language_models.PRESETS[name]()
-    assert config.run.name == name
     small = name.endswith("-small")
     of_tokenizers = {"gpt2": 50_257, "EleutherAI/pythia-160m": 50_277}
     vocabulary = 2048 if small else of_tokenizers.get(config.data.tokenizer, 32_000)
@@ -161,7 +161,6 @@ def test_the_rho_of_a_language_model_is_feasible(name: str) -> None:
 @pytest.mark.parametrize("name", clip.PRESETS)
 def test_a_contrastive_preset_is_consistent_and_its_rho_feasible(name: str) -> None:
     config = clip.PRESETS[name]()
-    assert config.run.name == name
     num_samples = 20_000 if name.endswith("-small") else 2_900_000
     check_negatives(config.temperature.loss_config, config.optimizer.batch_size, num_samples)
     network = config.temperature.network_config(config.model.embedding_size)
@@ -189,7 +188,6 @@ def test_the_contrastive_presets_cover_every_loss() -> None:
 @pytest.mark.parametrize("name", sentences.PRESETS)
 def test_a_preset_of_sentence_encoders_is_consistent(name: str) -> None:
     config = sentences.PRESETS[name]()
-    assert config.run.name == name
     is_twin = config.data.train.startswith("data/sample")
     assert is_twin == (f"{name}-small" not in RUNS) == (not config.model.path)
     assert config.temperature.loss_config.kind.normaliser == ("global" if "tempnet" in name else "in_batch")
@@ -198,7 +196,6 @@ def test_a_preset_of_sentence_encoders_is_consistent(name: str) -> None:
 @pytest.mark.parametrize("name", classifiers.PRESETS)
 def test_a_preset_of_classifiers_is_consistent(name: str) -> None:
     config = classifiers.PRESETS[name]()
-    assert config.run.name == name
     grid = config.grid
     assert len(grid.settings) == (1 + 4 * 5 * 7 * 7 * 5 if "grid" in name else 2)
     assert grid.settings[0].name == "ce"
