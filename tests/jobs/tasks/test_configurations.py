@@ -71,7 +71,6 @@ REFUSED: dict[str, dict[str, str]] = {
         "--workers.num-threads -3": "workers.num_threads = -3 must not be negative",
         "--workers.zero-stage 0 --workers.offload-optimizer": "needs workers.zero_stage 1, 2 or 3",
         "--workers.local": "workers.num_workers = 2 must be 1 with workers.local",
-        "--workers.local --workers.num-workers 1:2": "workers.num_workers = 1:2 must be 1 with workers.local",
         "--workers.local --workers.num-workers 1 --data.prepare streaming":
             "data.prepare = 'streaming' needs Ray, which workers.local = True does without",
         "--workers.local --workers.num-workers 1 --data.reader-resources reader=1": "data.reader_resources = ",
@@ -142,7 +141,6 @@ REFUSED: dict[str, dict[str, str]] = {
         "--model.image-path text": "holds no Transformers model",
         "--model.path text": "holds no",
         "--model.image-path vit --model.image-size 7": "takes no images of 7 × 7: ",
-        "--model.image-path vit --model.image-size 100": "takes no images of 100 × 100: ",
         "--model.path encoder --model.freeze --model.image-size 32":
             "model.image_size = 32, but model.path = … was made for 48",
         "--model.path encoder --model.freeze --temperature.loss clip --temperature.target-tau None":
@@ -157,7 +155,6 @@ REFUSED: dict[str, dict[str, str]] = {
     IMAGES: {
         "--data.label=": "data.label is empty: give folder, cls, or the name of a field of the .json",
         "--data.grey-probability 2": "data.grey_probability = 2 must lie in",
-        "--data.augmentation-magnitude 11": "data.augmentation_magnitude = 11 must lie in [0, 10]",
         "--validation.regularisation 0": "validation.regularisation = 0.0 must be positive",
         "--temperature.loss cyclip": "temperature.loss = 'cyclip' is for images with captions",
         "--workers.activation-checkpointing": "workers.activation_checkpointing = True is for text models",
@@ -171,13 +168,10 @@ REFUSED: dict[str, dict[str, str]] = {
         "--data.mask-share 1.2": "data.mask_share = 1.2 must lie in [0, 1]",
         "--data.train-share 0": "data.train_share = 0.0 must be positive",
         "--data.tokenizer bpe": "data.tokenizer … has no pad_token: use the tokenizer of a masked language model",
-        "--temperature.loss cyclip": "temperature.loss = 'cyclip' is for images with captions",
-        "--temperature.input-shift max": "temperature.input_shift = max shifts logits",
         "--temperature.loss tempnet --temperature.target-tau 0.02":
             "target_tau = 0.02: ρ is steered for language models and for images with captions",
         "--objective.contrastive-weight 0 --objective.mlm-weight 0": "leaves nothing to learn",
         "--objective.mlm-weight -1": "objective.mlm_weight = -1.0 must not be negative",
-        "--optimizer.micro-batch-size 4": "optimizer.micro_batch_size = 4: a contrastive loss compares all samples",
         "--workers.zero-stage 3": "workers.zero_stage = 3",
         "--validation.num-documents -1": "validation.num_documents = -1 must not be negative",
         "--model.hidden-size 130": "model.hidden_size = 130 is not divisible by model.num_heads = 4",
@@ -187,7 +181,6 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     STREAMING: {
         "--temperature.loss sogclr": f"temperature.loss = 'sogclr' {NEEDS_ALL}",
-        "--temperature.loss tempnet": f"temperature.loss = 'tempnet' {NEEDS_ALL}",
         "--temperature.loss tempnet_in_batch":
             "temperature.projection = True … data.prepare = 'streaming' … choose temperature.projection False, or",
         "--optimizer.batch-size 1 --workers.num-workers 1 --data.num-anchors 1":
@@ -470,18 +463,19 @@ def test_a_configuration_is_saved_read_again_and_overridden(tmp_path: Path) -> N
         ("a: [", "is no YAML"),
         ("!!python/object/apply:os.system ['true']", "is no YAML"),
         ("tracking.uri: https://***@host", "the secret in tracking.uri was masked"),
+        ("", "none.yaml: No such file"),
     ],
 )
 def test_a_configuration_file_is_refused_by_name(
     content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text(content)
-    for path in (file, tmp_path / "none.yaml"):
-        with pytest.raises(SystemExit) as ended:
-            parse(f"train_lm gpt2-scratch-small --config {path}")
-        assert ended.value.code == 2
-        assert (message if path == file else "none.yaml: No such file") in capsys.readouterr().err
+    file = tmp_path / ("run.yaml" if content else "none.yaml")
+    if content:
+        file.write_text(content)
+    with pytest.raises(SystemExit) as ended:
+        parse(f"train_lm gpt2-scratch-small --config {file}")
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
