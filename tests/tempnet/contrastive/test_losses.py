@@ -152,27 +152,25 @@ def test_a_batch_without_negatives_counts_for_nothing(name: str) -> None:
     assert all(torch.equal(value, loss.state.columns[key]) for key, value in before.items())  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("tau", [0.001, 0.005])
 @pytest.mark.parametrize("name", ["clip_fixed", "sogclr", "isogclr"])
-def test_small_temperatures_do_not_overflow(name: str, tau: float) -> None:
+def test_small_temperatures_do_not_overflow(name: str) -> None:
     """h/τ reaches 2000, with state from another batch, and float32 must stay finite."""
-    loss = make_loss(make_config(name, tau=tau, tau_min=0.001))
+    loss = make_loss(make_config(name, tau=0.001, tau_min=0.001))
     batch = make_batch(16, repeats=False).to(torch.float32)
     flipped = Batch(batch.image, (-batch.text).detach().requires_grad_(), batch.ids, batch.image_ids)
     for part in (flipped, batch, flipped):
         output = run(loss, part)
         for value in (output["loss"], output["log_u"], output["dual_gradient"], part.image.grad, part.text.grad):
             assert value is None or torch.isfinite(value).all()
-    found = errors(name, [batch], dtype=torch.float32, tau=tau, tau_min=0.001)
+    found = errors(name, [batch], dtype=torch.float32, tau=0.001, tau_min=0.001)
     assert found["loss"] < 1e-6, found
 
 
 @pytest.mark.parametrize("tile_size", [7, 64])
-@pytest.mark.parametrize("tau", [0.001, 0.005])
-def test_float32_keeps_the_digits_of_the_gradient_in_tau(tau: float, tile_size: int) -> None:
+def test_float32_keeps_the_digits_of_the_gradient_in_tau(tile_size: int) -> None:
     """The gradient is a difference of numbers that reach 1/τ; the reference is the same loss of the same rows in float64."""
-    loss = make_loss(make_config("isogclr", tau=tau, tau_min=0.0005, tile_size=tile_size)).float()
-    exact = make_loss(make_config("isogclr", tau=tau, tau_min=0.0005))
+    loss = make_loss(make_config("isogclr", tau=0.001, tau_min=0.0005, tile_size=tile_size)).float()
+    exact = make_loss(make_config("isogclr", tau=0.001, tau_min=0.0005))
     for _ in range(2):  # the first visit of every sample, and one that averages
         batch = make_batch(16, repeats=False).to(torch.float32)
         ours, theirs = run(loss, batch), run(exact, batch.to(torch.float64))
