@@ -19,24 +19,18 @@ def rho_controller(rho: float = 1.0, **changes: Any) -> RhoController:
 
 
 def temperatures(
-    controller: RhoController,
-    *,
-    tau: float,
-    pace: float,
-    neutral: list[float],
-    drift: float = 0.0,
-    noise: tuple[float, ...] = (0.0,),
+    controller: RhoController, *, tau: float, pace: float, neutral: list[float], drift: float
 ) -> list[float]:
     """Simulate a run in which log τ̄ falls by `pace` per nat that ρ exceeds its neutral value, and by `drift`.
 
     The neutral value moves as the base learns.
     """
     history = []
-    for step, value in enumerate(neutral):
+    for value in neutral:
         excess = controller.rho - value
         tau *= math.exp(-pace * (excess - drift))
         history.append(tau)
-        controller.update(tau, excess + noise[step % len(noise)])
+        controller.update(tau, excess)
     return history
 
 

@@ -23,9 +23,9 @@ def entropy(p: Tensor) -> Tensor:
     return -(p * p.clamp(min=1e-300).log()).sum(-1)
 
 
-def make_case(num_tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def make_case(num_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return contexts of student and teacher, their output weights, and targets of which every third is ignored."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     sizes = ((num_tokens, D), (num_tokens, D), (V, D), (V, D))
     contexts, of_teacher, weight, of_teacher_weight = (
         torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes
@@ -101,8 +101,8 @@ def make_batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "position_ids": torch.arange(LENGTH).expand(2, -1), "targets": targets}
 
 
-@pytest.mark.parametrize("temperature", [TeacherTemperature(tau=0.7), TeacherTemperature(rho=math.log(V) - 3.0)])
-def test_the_loss_in_training_is_the_divergence_from_the_teacher(temperature: TeacherTemperature) -> None:
+def test_the_loss_in_training_is_the_divergence_from_the_teacher() -> None:
+    temperature = TeacherTemperature(rho=math.log(V) - 3.0)
     loss_config = TemperatureLossConfig(name="ce", rho=1.0)
     student, teacher, batch = make_base("gpt2", **SIZES), make_base("gpt2", **SIZES, num_hidden_layers=2), make_batch()
     module = DistilledCausalLM(student, teacher, temperature, loss_config, **OPTIONS)

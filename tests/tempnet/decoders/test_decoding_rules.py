@@ -189,9 +189,9 @@ def test_every_rule_gives_a_distribution_that_ignores_shifts_and_banned_tokens(
 VOCAB_SIZE, HIDDEN_SIZE = 20, 6
 
 
-def some_tokens(num_tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def some_tokens(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return logits, hidden states and targets."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(num_tokens, HIDDEN_SIZE, generator=generator)
     logits = 2 * torch.randn(num_tokens, VOCAB_SIZE, generator=generator)
     return logits, hidden, torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
@@ -242,17 +242,17 @@ def test_the_loss_weights_tokens_by_the_base_and_drops_easy_ones() -> None:
 words = st.lists(st.sampled_from("abcd"), min_size=0, max_size=9)
 
 
-def scored_tokens(num_tokens: int = 600, vocab_size: int = 12) -> tuple[Tensor, Tensor, Tensor]:
+def scored_tokens() -> tuple[Tensor, Tensor, Tensor]:
     """Return logits, targets drawn at another temperature, and documents."""
     generator = torch.Generator().manual_seed(0)
-    logits = 2 * torch.randn(num_tokens, vocab_size, generator=generator)
+    logits = 2 * torch.randn(600, 12, generator=generator)
     targets = torch.multinomial((logits / 1.3).softmax(-1), 1, generator=generator).squeeze(-1)
-    return logits, targets, torch.randint(40, (num_tokens,), generator=generator).sort().values
+    return logits, targets, torch.randint(40, (600,), generator=generator).sort().values
 
 
-def summed(scores: Scores, documents: Tensor, *, batch_size: int = 77) -> LikelihoodSums:
+def summed(scores: Scores, documents: Tensor) -> LikelihoodSums:
     sums = LikelihoodSums(40)
-    for part in torch.arange(len(documents)).split(batch_size):
+    for part in torch.arange(len(documents)).split(77):
         sums.add("rule", documents[part], Scores(*(value[part] for value in scores)))
     return sums
 
@@ -293,12 +293,10 @@ def test_a_rule_that_leaves_out_a_token_of_the_text_has_an_infinite_loss_but_a_f
 
 @given(texts=st.lists(words, min_size=2, max_size=5), max_n=st.integers(1, 4))
 def test_bleu_is_that_of_nltk(texts: list[list[str]], max_n: int) -> None:
-    scores = []
+    scores, weights = [], (1 / max_n,) * max_n
     for place, text in enumerate(texts):
         others = texts[:place] + texts[place + 1 :]
-        weights = (1 / max_n,) * max_n
-        theirs = sentence_bleu(others, text, weights, SmoothingFunction().method1) if text else 0.0
-        scores.append(theirs)
+        scores.append(sentence_bleu(others, text, weights, SmoothingFunction().method1) if text else 0.0)
     assert self_bleu(texts, max_n) == pytest.approx(np.mean(scores), abs=1e-9)
     assert math.isnan(self_bleu(texts[:1], max_n))
 

@@ -45,11 +45,11 @@ def tokens_of(logits: Tensor, targets: Tensor, hidden: Tensor) -> Tokens:
 
 
 @cache
-def result(planted: bool, *, seed: int = 0, batch_size: int = 1000) -> HeadroomTest:
+def result(planted: bool, *, seed: int = 0) -> HeadroomTest:
     logits, targets, hidden, documents = world(planted, seed)
 
     def batches() -> Iterator[tuple[Tokens, Tensor]]:
-        for part in torch.arange(NUM_TOKENS).split(batch_size):
+        for part in torch.arange(NUM_TOKENS).split(1000):
             yield tokens_of(logits[part], targets[part], hidden[part]), documents[part]
 
     return run_headroom_test(batches, NUM_DOCUMENTS, num_folds=NUM_FOLDS)
@@ -147,10 +147,10 @@ def test_the_calibration_error_is_that_of_a_loop_over_tokens() -> None:
     assert sums.calibration_gain("hidden", ONE).low > 0
 
 
-def rows(scale: float, *, num_rows: int = 60, vocab_size: int = 300) -> tuple[Tensor, Tensor]:
+def rows(scale: float, *, num_rows: int = 60) -> tuple[Tensor, Tensor]:
     """Return logits of a given spread, with rows from flat to nearly certain, and targets drawn from their softmax."""
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(num_rows, vocab_size, generator=generator, dtype=torch.float64) * scale
+    logits = torch.randn(num_rows, 300, generator=generator, dtype=torch.float64) * scale
     logits[: num_rows // 4, 7] += 12.0
     return logits, torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
 
