@@ -238,18 +238,12 @@ def run_cases(directory: Path, first: int, end: int) -> None:
     print(json.dumps({"kinds": sorted(counts), "peak_bytes": peak}))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("first", range(0, 10_000, 1000))
-def test_a_reader_survives_much_damage(tmp_path: Path, first: int) -> None:
-    check_cases(tmp_path, first, first + 1000)
+LONG_RUNS = [pytest.param(first, first + 1000, marks=pytest.mark.long) for first in range(0, 10_000, 1000)]
 
 
-def test_a_reader_survives_damage(tmp_path: Path) -> None:
-    check_cases(tmp_path, 0, 200)
-
-
-def check_cases(directory: Path, first: int, end: int) -> None:
-    command = [sys.executable, __file__, directory, str(first), str(end)]
+@pytest.mark.parametrize(("first", "end"), [(0, 200), *LONG_RUNS])
+def test_a_reader_survives_damage(tmp_path: Path, first: int, end: int) -> None:
+    command = [sys.executable, __file__, tmp_path, str(first), str(end)]
     root = Path(__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": f"{root}:{root / 'tests' / 'cluster'}"}
     process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
