@@ -163,8 +163,6 @@ def test_the_device_can_run_them() -> None:
     [
         (1, 3, 5, 0, False, None),
         (7, 16, 32, 7, True, 1.5),
-        (17, 40, 107, 4, False, None),
-        (17, 40, 107, 4, True, None),
         (17, 40, 107, 4, False, 1.5),
     ],
 )
@@ -175,13 +173,9 @@ def test_any_shape(
     case.check(scratch_bytes=num_tokens * 4 * 70)  # sections of two tiles
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tau"),
-    [(torch.float32, (0.005, 0.005)), *((dtype, (0.005, 2.0)) for dtype in TOLERANCES)],
-    ids=str,
-)
-def test_any_precision_and_temperature(dtype: torch.dtype, tau: tuple[float, float]) -> None:
-    Case.random(17, 24, 70, dtype=dtype, tau=tau, bias=True, num_ignored=3).check()
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_any_precision_and_temperature(dtype: torch.dtype) -> None:
+    Case.random(17, 24, 70, dtype=dtype, tau=(0.005, 2.0), bias=True, num_ignored=3).check()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
