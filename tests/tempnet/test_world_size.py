@@ -3,7 +3,7 @@
     python -m tests.tempnet.test_world_size <directory>
 
 This program, which the tests start once, runs every contrastive loss, batch norm, and whole dual encoders. Every rank writes
-its results to `<directory>/rank-<r>.pt`. Two ranks are compared with one in tests/jobs/tasks/test_contrastive_worlds.py.
+its results to `<directory>/rank-<r>.pt`. Whole runs on two ranks are compared with one in tests/jobs/tasks/test_training.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LOSSES = (
     *LOSS_KINDS,
     *(f"unimodal {name}" for name, kind in LOSS_KINDS.items() if not kind.is_cyclic and kind.temperature != "given"),
 )
-MODULES = ("clip", "sogclr", "tempnet")
+MODULES = ("clip", "tempnet")
 # Shape, shift of the input (far from 0, where sums of squares lose everything), dtype, momentum, affine.
 NORMS = {
     "rows": ((7, 5), 0.0, torch.float64, 0.1, True),
