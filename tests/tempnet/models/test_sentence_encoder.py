@@ -165,12 +165,12 @@ def by_the_formula(model: PreTrainedModel, loss: UnimodalLoss, batch: dict[str, 
     return output["loss"], torch.stack(losses).mean()
 
 
-@pytest.mark.parametrize(("kind", "name"), [*((kind, "tempnet") for kind in KINDS), ("roberta", "clip_fixed")])
-def test_loss_and_gradients_equal_the_formula(kind: str, name: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients_equal_the_formula(kind: str) -> None:
     batch = make_batch()
     results = []
     for way in ("module", "formula"):
-        model, loss = make_model(kind), make_loss(name)
+        model, loss = make_model(kind), make_loss("tempnet")
         if way == "module":
             module = TemperatureSentenceEncoder(model, loss, contrastive_weight=0.7, mlm_weight=1.3).eval()
             output = module(**batch, gamma=1.0)
