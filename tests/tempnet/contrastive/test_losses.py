@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from pytorch_metric_learning.losses import NTXentLoss
 from transformers import SiglipConfig, SiglipModel
 
-from tempnet.contrastive.config import ContrastiveLossConfig, check_negatives, gamma_at
+from tempnet.contrastive.config import check_negatives, gamma_at
 from tempnet.contrastive.losses import ContrastiveLoss, contrastive_losses
 from tempnet.contrastive.state import SampleState
 from tempnet.contrastive.unimodal import UnimodalLoss
@@ -295,6 +295,8 @@ def test_ids_and_parts_that_do_not_belong_are_refused() -> None:
         ContrastiveLoss(make_config("sogclr"))
     with pytest.raises(ValueError, match="clip keeps nothing per sample"):
         ContrastiveLoss(make_config("clip"), state=SampleState(4, {"log_u": 0.0}))
+    with pytest.raises(ValueError, match="cyclip compares two modalities"):
+        UnimodalLoss(make_config("cyclip"))
 
 
 def test_gamma_falls_over_the_first_half() -> None:
@@ -362,8 +364,3 @@ def test_the_public_library_agrees_on_the_sigmoid_loss() -> None:
     expected = torch.autograd.grad(theirs.loss, (image, text, model.logit_scale, model.logit_bias))
     for value, wanted, sign in zip(found, expected, (1, 1, -1, 1), strict=True):  # Their scale is exp(−log τ).
         torch.testing.assert_close(value.squeeze(), sign * wanted.squeeze())
-
-
-def test_cyclic_terms_are_refused() -> None:
-    with pytest.raises(ValueError, match="cyclip compares two modalities"):
-        UnimodalLoss(ContrastiveLossConfig.for_name("cyclip"))
