@@ -46,14 +46,12 @@ def by_the_formula(x: Tensor, labels: Tensor, centers: Tensor, config: SoftTripl
     return loss
 
 
-@pytest.fixture(params=[1 << 22, 7], ids=lambda size: f"tiles of {size}")
-def tile_values(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(soft_triple, "_TILE_VALUES", request.param)
-    return request.param
-
-
+@pytest.mark.parametrize("tile_values", [1 << 22, 7])
 @pytest.mark.parametrize(("num_classes", "num_centers", "regularizer"), [(2, 1, 0.0), (3, 4, 0.2)])
-def test_loss_and_gradients(tile_values: int, num_classes: int, num_centers: int, regularizer: float) -> None:
+def test_loss_and_gradients(
+    tile_values: int, num_classes: int, num_centers: int, regularizer: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(soft_triple, "_TILE_VALUES", tile_values)
     config = SoftTripleConfig(num_centers=num_centers, regularizer=regularizer, gamma=0.2, margin=0.1)
     torch.manual_seed(num_classes)
     module = SoftTriple(6, num_classes, config).double()
