@@ -206,20 +206,17 @@ SECOND = [f"film {number}" for number in range(13)]
 LABELS = np.arange(13) % 3
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
     return train_wordpiece(FIRST, 120)
 
 
 @pytest.mark.parametrize("second", [None, SECOND])
 def test_rows_are_the_tokenizers_own(tokenizer: PreTrainedTokenizerFast, second: list[str] | None) -> None:
-    names = tokenizer.model_input_names
-    tokenizer.model_input_names = [*names, "token_type_ids"] if second else names
-    try:
-        source = LabelledSource.of(Examples(FIRST, second, LABELS), tokenizer, num_tokens=64)
-        expected = tokenizer(FIRST, *([second] if second else []))
-    finally:
-        tokenizer.model_input_names = names
+    if second:
+        tokenizer.model_input_names = [*tokenizer.model_input_names, "token_type_ids"]
+    source = LabelledSource.of(Examples(FIRST, second, LABELS), tokenizer, num_tokens=64)
+    expected = tokenizer(FIRST, *([second] if second else []))
     for row, tokens in enumerate(expected["input_ids"]):
         batch = source.read(np.zeros(1, int), np.array([row]), 0)
         assert batch["input_ids"][0, : batch["lengths"][0]].tolist() == tokens

@@ -92,9 +92,11 @@ def test_every_held_out_anchor_costs_what_the_formula_says(name: str, tile_size:
 CONFIG = ContrastiveLossConfig(name="tempnet")
 
 
-def statistics_of(tau: Tensor, log_u: Tensor | None = None, gradient: Tensor | None = None) -> PairStatistics:
+def statistics_of(
+    tau: Tensor, log_u: Tensor | None = None, gradient: Tensor | None = None, config: ContrastiveLossConfig = CONFIG
+) -> PairStatistics:
     output: ContrastiveOutput = {"loss": torch.zeros(()), "tau": tau, "log_u": log_u, "dual_gradient": gradient}
-    return PairStatistics.of(output, CONFIG)
+    return PairStatistics.of(output, config)
 
 
 def test_statistics_of_halves_add_up_and_figures_are_those_of_the_values() -> None:
@@ -130,10 +132,7 @@ def test_statistics_of_halves_add_up_and_figures_are_those_of_the_values() -> No
 def test_quantiles_of_a_fixed_temperature_are_it() -> None:
     for tau in (0.1, 0.0001):
         config = ContrastiveLossConfig.for_name("sogclr", tau=tau)
-        output: ContrastiveOutput = {
-            "loss": torch.zeros(()), "tau": torch.full((2, 4), tau), "log_u": None, "dual_gradient": None
-        }  # fmt: skip
-        summary = PairStatistics.of(output, config).summary()
+        summary = statistics_of(torch.full((2, 4), tau), config=config).summary()
         assert [summary["tau_mean"], summary["tau_q50"]] == pytest.approx([tau, tau], abs=5e-4)
 
 
@@ -142,8 +141,7 @@ def test_statistics_leave_out_what_a_loss_does_not_have() -> None:
     assert summary["tau_std"] == pytest.approx(0.0, abs=1e-9)
     assert not {"log_u_mean", "dual_gradient_mean"} & set(summary)
     free = ContrastiveLossConfig.for_name("temperature_free")
-    output: ContrastiveOutput = {"loss": torch.zeros(()), "tau": torch.ones(2, 4), "log_u": None, "dual_gradient": None}
-    assert PairStatistics.of(output, free).summary() == {}
+    assert statistics_of(torch.ones(2, 4), config=free).summary() == {}
 
 
 COLUMNS = {"log_u": -math.inf, "tau": 0.01}
