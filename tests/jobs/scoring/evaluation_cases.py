@@ -13,7 +13,6 @@ from jobs.scoring.language_models.harness import Tasks, TemperedLM
 from jobs.scoring.language_models.windows import Score, ScoredWindow, score_windows
 
 EXAMPLES = Path(__file__).parents[3] / "benchmarks" / "tasks"
-TEMPERATURES = ["one", "fixed:0.7", "tempnet", "tempnet:1.2"]
 
 
 def scores(brute: BruteForce, windows: list[ScoredWindow], names: list[str], batch_size: int = 3) -> dict[str, Score]:

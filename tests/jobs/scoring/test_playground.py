@@ -130,13 +130,10 @@ def test_the_streamed_tokens_are_those_of_the_model(server: ThreadingHTTPServer,
         assert len(token["alternatives"]) == min(8, int((one["probabilities"] > 0).sum()))
 
 
-@pytest.mark.parametrize("with_logits", [False, True])
-def test_a_tempnet_may_read_hidden_states(model: Path, tmp_path: Path, *, with_logits: bool) -> None:
+def test_a_tempnet_may_read_hidden_states(model: Path, tmp_path: Path) -> None:
     base, tokenizer = GPT2LMHeadModel.from_pretrained(model), PreTrainedTokenizerFast.from_pretrained(model)
-    config = TempNetConfig.for_hidden(
-        len(tokenizer), 16, rho=1.5, hidden_size=16, num_prototypes=8, with_logits=with_logits
-    )
-    network = TempNet(config)
+    sizes = {"rho": 1.5, "hidden_size": 16, "num_prototypes": 8}
+    network = TempNet(TempNetConfig.for_hidden(len(tokenizer), 16, with_logits=True, **sizes))
     network.save_pretrained(tmp_path)
     playground = Playground.load(PlaygroundConfig(model=str(model), tempnet=str(tmp_path), device="cpu"))
     *_, step = playground.generate(Settings(**QUERY | {"num_tokens": 1}))
@@ -147,10 +144,8 @@ def test_a_tempnet_may_read_hidden_states(model: Path, tmp_path: Path, *, with_l
     assert step["tempnet"]["tau"] == pytest.approx(expected.item(), abs=1e-5)
 
 
-def test_tau_max_moves_the_temperatures_also_of_an_empty_prompt(server: ThreadingHTTPServer) -> None:
-    first = [events(server, tau_max=tau_max)[0][1]["tempnet"]["tau"] for tau_max in (1.0, 2.0)]
-    assert (first[1] - 0.001) / (first[0] - 0.001) == pytest.approx(1.999 / 0.999, rel=1e-4)
-    assert events(server, prompt="")[-1] == ("end", {}), "an empty prompt begins a document"
+def test_an_empty_prompt_begins_a_document(server: ThreadingHTTPServer) -> None:
+    assert events(server, prompt="")[-1] == ("end", {})
 
 
 @pytest.mark.parametrize(
