@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from evaluation_support import BruteForce, make_export
+from prediction_support import save_tiny_model
 
 from tests.jobs.scoring.generation_support import make_model
 
@@ -19,6 +20,12 @@ def export(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 @pytest.fixture(scope="module")
 def brute(export: str) -> BruteForce:
     return BruteForce(export)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Return a tiny model with a TempNet, with a bias in its output layer if the test asks for it (indirectly)."""
+    return save_tiny_model(tmp_path_factory.mktemp("model"), with_bias=getattr(request, "param", False))
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ import pyarrow as pa
 import pytest
 import torch
 import torch.nn.functional as F
-from prediction_support import CONTEXT_LENGTH, VOCAB_SIZE, save_tiny_model, some_texts
+from evaluation_support import write_lines
+from prediction_support import CONTEXT_LENGTH, VOCAB_SIZE, some_texts
 from transformers import AutoModelForCausalLM
 
 from jobs.scoring.headroom.config import Headroom
@@ -32,16 +32,11 @@ from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.softmax.config import TemperatureLossConfig
 
 
-@pytest.fixture(scope="module", params=[False, True])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"), with_bias=request.param)
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in some_texts(12)))
-    return path
+    return Path(
+        write_lines(tmp_path_factory.mktemp("text") / "text.jsonl", [{"text": text} for text in some_texts(12)])
+    )
 
 
 def documents() -> list[np.ndarray]:
@@ -53,6 +48,7 @@ def measurer(model: Path, text: Path, **changes: int) -> Measurer:
     return Measurer(resolve_settings(Headroom(model=str(model), text=str(text), **changes))[0])
 
 
+@pytest.mark.parametrize("model", [False, True], indirect=True, ids=["without a bias", "with a bias"])
 def test_tokens_are_measured_as_the_model_predicts_them_in_any_batch(model: Path, text: Path) -> None:
     """Compare the first context of every document with one forward pass over it."""
     tokens = measurer(model, text, batch_size=7).measure(documents())
@@ -102,10 +98,9 @@ def test_the_verdict_says_what_the_interval_says() -> None:
 def test_a_runs_validation_has_the_numbers_of_the_headroom_test(model: Path, tmp_path: Path, *, with_end: bool) -> None:
     """The same text, once as the job of the test measures it, once as a run validates on it, with other batches."""
     texts = some_texts(12)
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
     rule: Any = "target" if with_end else "ignored"
-    source = {"text": str(tmp_path / "text.jsonl"), "text_field": "body"}
-    config = Headroom(model=str(model), **source, end_of_document=rule, folds=3)
+    text = write_lines(tmp_path / "text.jsonl", [{"body": text} for text in texts])
+    config = Headroom(model=str(model), text=text, text_field="body", end_of_document=rule, folds=3)
     measurement = TextMeasurement.resolve(config)
     measure, files = Measurer(measurement.settings), []
     for part in read_parts(measurement.settings, measurement.archives[0], 0, str(tmp_path), done=frozenset()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from evaluation_support import write_lines
 from prediction_support import CONTEXT_LENGTH, NUM_LOGITS, VOCAB_SIZE, save_tiny_model, some_texts
 from scipy.stats import spearmanr
 from transformers import AutoModelForCausalLM
@@ -35,15 +35,9 @@ from tests.tempnet.tiny_language_models import make_base
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "a.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in some_texts(10, seed=1)))
-    return path
+    return Path(write_lines(path, [{"text": text} for text in some_texts(10, seed=1)]))
 
 
 def config_of(model: Path, text: Path, **changes: object) -> PredictTemperaturesConfig:
