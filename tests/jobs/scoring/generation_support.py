@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from evaluation_support import write_lines
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from jobs.generate import main
@@ -53,8 +54,7 @@ def make_model(directory: Path, architecture: str, context: int, *, tempnet: boo
 
 
 def write_prompts(path: Path, prompts: list[str] = PROMPTS) -> Path:
-    path.write_text("".join(f"{json.dumps({'prompt': prompt, 'id': f'p{i}'})}\n" for i, prompt in enumerate(prompts)))
-    return path
+    return Path(write_lines(path, [{"prompt": prompt, "id": f"p{i}"} for i, prompt in enumerate(prompts)]))
 
 
 def generate(model: Path, prompts: Path, output: Path, *options: str) -> None:

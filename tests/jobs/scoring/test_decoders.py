@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from evaluation_support import write_lines
 from transformers import AutoModelForCausalLM, TopPLogitsWarper
 
 from jobs.scoring.analyses.config import Decoders
@@ -44,9 +45,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng = np.random.default_rng(0)
     words = ["temperature", "network", "of", "a", "model", "the", "def", "return", "token", "class"]
     texts = [" ".join(rng.choice(words, size=2 if place in (1, 4) else rng.integers(8, 30))) for place in range(10)]
-    path = tmp_path_factory.mktemp("text") / "text.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
+    return Path(write_lines(tmp_path_factory.mktemp("text") / "text.jsonl", [{"text": text} for text in texts]))
 
 
 def config(gpt2: Path, text: Path, **changes: Any) -> Decoders:
@@ -254,8 +253,8 @@ def test_prompts_are_beginnings_of_documents_of_their_own_half(gpt2: Path, text:
 
 
 def test_answers_of_gsm8k_are_cut_at_stop_strings_and_checked(gpt2: Path, text: Path, tmp_path: Path) -> None:
-    (tmp_path / "q.jsonl").write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}) + "\n")
-    chosen = config(gpt2, text, format="gsm8k", prompts=str(tmp_path / "q.jsonl"))
+    prompts = write_lines(tmp_path / "q.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])
+    chosen = config(gpt2, text, format="gsm8k", prompts=prompts)
     tokenizer = resolve_settings(config(gpt2, text))[2]
     verify = make_verifier(chosen, [Prompt(id=1, turns=("",), fields={"gold": "2"})], tokenizer)
     assert verify is not None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from evaluation_support import write_lines
 from scipy import stats
 
 from jobs import calibrate
@@ -100,11 +100,10 @@ def test_a_rule_is_measured_once_and_its_temperatures_are_used(
         "def by_length(sample): return min(1.0, len(sample['text']) / 40)\nnever = len\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("def", "x", "class", "for")))
+    prompts = write_lines(tmp_path / "prompts.jsonl", [{"prompt": prompt} for prompt in ("def", "x", "class", "for")])
     config = RewardHeadroom(
         model=str(make_model(tmp_path / "model", "gpt2", 64, tempnet=False)),
-        prompts=str(prompts),
+        prompts=prompts,
         verifier=VerifierSection(name="length_rewards:by_length"),
         texts_per_prompt=4,
         max_new_tokens=4,
