@@ -342,9 +342,9 @@ def test_an_attack_wins_only_without_isolation(
 
 @needs_isolation
 def test_no_process_of_code_outlives_it(tmp_path: Path) -> None:
-    code = "import subprocess\nchild = subprocess.Popen(['sleep', '12.345'], start_new_session=True)"
+    code = "import subprocess\nchild = subprocess.Popen(['sleep', '600.345'], start_new_session=True)"
     assert judge("unit-tests", code, tests="assert child.poll() is None").rewards == [1.0]
-    wait_until(lambda: not any(b"12.345" in line for line in command_lines()))
+    wait_until(lambda: not any(b"600.345" in line for line in command_lines()))
 
 
 def command_lines() -> Iterator[bytes]:
