@@ -49,12 +49,12 @@ class _Listing:
         return compute_digest([[name, file.size, file.mtime_ns] for name, file in self.files.items()])
 
 
-def local_copy(source: str, *, with_weights: bool = True) -> str:
+def local_copy(source: str, *, with_weights: bool = True, cache: Path | None = None) -> str:
     """Return the path on this machine of what lies at a URI, which is copied unless this was done before.
 
     Of a local path `~` is expanded, and the name of a model on the hub is returned unchanged. Of a directory, its
     repository (`.git`), checkpoints (`checkpoint-…`) and exports for other programs (`onnx`, `openvino`) are left out, and
-    without `with_weights` its weights.
+    without `with_weights` its weights. `cache` is where copies are kept, in the place of $TEMPNET_MODELS.
 
     Raises:
         ValueError: if there is nothing at the URI, it cannot be read, or a file's name would lead out of the directory;
@@ -67,7 +67,7 @@ def local_copy(source: str, *, with_weights: bool = True) -> str:
         listing = _list(source, with_weights)
         if isinstance(listing.filesystem, fs.LocalFileSystem):
             return listing.path
-        directory = _place_of(source, with_weights)
+        directory = (cache or _cache()) / compute_digest([source.rstrip("/"), with_weights])
         version = directory / listing.digest
         place = version / listing.path.lstrip("/")
         if version.is_dir():
@@ -77,7 +77,7 @@ def local_copy(source: str, *, with_weights: bool = True) -> str:
                 return str(place)
             for old in directory.glob("*/"):  # what a killed process has left, and what the source was before
                 shutil.rmtree(old)
-            _check_room(source, sum(file.size for file in listing.files.values()), directory)
+            _check_room(source, listing, directory, "TMPDIR" if cache else _VARIABLE)
             partial = Path(tempfile.mkdtemp(prefix="partial-", dir=directory))
             try:
                 _copy(listing, partial / listing.path.lstrip("/"))
@@ -91,22 +91,22 @@ def local_copy(source: str, *, with_weights: bool = True) -> str:
 
 @contextmanager
 def shared_copy(source: str) -> Iterator[str]:
-    """Yield what :func:`local_copy` returns; the copy is deleted when the last process of this machine leaves the block.
+    """Yield what :func:`local_copy` returns; a copy in $TMPDIR is deleted when the last process of this machine leaves.
 
     For what is read once, such as a checkpoint, by all workers of a machine at the same time.
     """
     if "://" not in source:
         yield local_copy(source)
         return
-    directory = _place_of(source)
-    with _locked(directory, "readers", fcntl.LOCK_SH) as lock:
+    cache = Path(tempfile.gettempdir()) / f"tempnet-shared-{os.getuid()}"
+    with _locked(cache, compute_digest(source), fcntl.LOCK_SH) as lock:
+        copies = cache / f"copies-{compute_digest(source)}"
         try:
-            yield local_copy(source)
+            yield local_copy(source, cache=copies)
         finally:
             with suppress(BlockingIOError):  # another process reads the copy, and will delete it
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for version in directory.glob("*/"):
-                    shutil.rmtree(version, ignore_errors=True)
+                shutil.rmtree(copies, ignore_errors=True)
 
 
 def is_directory(source: str) -> bool:
@@ -164,11 +164,6 @@ def _cache() -> Path:
     return Path(os.environ.get(_VARIABLE) or "~/.cache/tempnet").expanduser().absolute()
 
 
-def _place_of(source: str, with_weights: bool = True) -> Path:
-    """Return the directory of the copies of a URI."""
-    return _cache() / compute_digest([source.rstrip("/"), with_weights])
-
-
 @contextmanager
 def _locked(directory: Path, name: str, operation: int = fcntl.LOCK_EX) -> Iterator[IO[str]]:
     """Let one process of this machine at a time into the block, or with LOCK_SH several; a killed process holds no lock."""
@@ -178,12 +173,12 @@ def _locked(directory: Path, name: str, operation: int = fcntl.LOCK_EX) -> Itera
         yield file
 
 
-def _check_room(source: str, num_bytes: int, directory: Path) -> None:
-    free = shutil.disk_usage(directory).free
+def _check_room(source: str, listing: _Listing, directory: Path, variable: str) -> None:
+    num_bytes, free = sum(file.size for file in listing.files.values()), shutil.disk_usage(directory).free
     if num_bytes > free:
         raise OSError(
             f"{source} takes {num_bytes / 2**30:.2f} GiB, and {directory.parent} has {free / 2**30:.2f} GiB left: make room "
-            f"there, or set {_VARIABLE} to a directory on another disk"
+            f"there, or set {variable} to a directory on another disk"
         )
 
 
