@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -71,7 +73,9 @@ def losses(rank: int, world_size: int, directory: str, how: str) -> list[float]:
         if how == "compiled":
             torch._dynamo.reset()
             counters.clear()
-            gather_together(compile_blocks(model.train(), backend="aot_eager"))
+            # A run without compiled blocks, which the same process may have trained before, switches TorchDynamo off.
+            with patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "0"}):
+                gather_together(compile_blocks(model.train(), backend="aot_eager"))
         files = WeightFiles.find(directory)
         assert files is not None
         load_partitioned(model, files, config, rank=rank)
