@@ -36,7 +36,7 @@ from tempnet.models.packing import FLASH, FLEX, document_mask, takes_document_ma
 from tempnet.network import TempNet
 from tempnet.network_config import TempNetConfig
 from tempnet.softmax.config import TemperatureLossConfig
-from tempnet.softmax.linear import NUM_LOGITS_PER_CHUNK
+from tempnet.softmax.linear import default_chunk_size
 from tempnet.weights import WeightFiles, check_weight_files
 
 # The vocabulary of a random base model is padded to a multiple of this, for speed (GPT-2: 50257 → 50304).
@@ -365,7 +365,7 @@ def estimate_memory(
     if not model.features and (is_frozen or workers.activation_checkpointing):
         activations = activations / num_layers + (0 if is_frozen else num_layers * hidden)
     # Four buffers of a chunk's logits, and hidden states with gradients; the output weight's gradient and copy in bfloat16.
-    chunk = min(sizes[0] * sizes[1], max(1, NUM_LOGITS_PER_CHUNK // vocab_size)) * vocab_size
+    chunk = min(sizes[0] * sizes[1], default_chunk_size(vocab_size)) * vocab_size
     bytes_per_weight = (0 if is_frozen else 4) + (2 if is_half else 0)
     if model.precision and not model.features:
         num_base -= bytes_saved(base) // 2  # eight bits, in the place of bfloat16
