@@ -119,7 +119,7 @@ def test_seven_billion_weights_on_one_gpu_as_in_docs_memory_md() -> None:
     memory = estimate_memory(config, base, num_base=count_parameters(base), num_tempnet=8_257_536, vocab_size=32_000)
     # 6.738 thousand million weights of the base and 8 million of the TempNet, each with its gradient and two moments.
     assert sum(memory[name] for name in ("weights", "gradients", "optimizer")) == 16 * (6_738_415_616 + 8_257_536)
-    assert sum(memory.values()) / GIB == pytest.approx(103.4, abs=0.1)
+    assert sum(memory.values()) / GIB == pytest.approx(103.5, abs=0.1)
 
 
 def test_eight_bits_save_a_byte_of_every_weight() -> None:
