@@ -100,7 +100,7 @@ def shared_copy(source: str) -> Iterator[str]:
         return
     cache = Path(tempfile.gettempdir()) / f"tempnet-shared-{os.getuid()}"
     cache.mkdir(mode=0o700, exist_ok=True)
-    if cache.stat().st_uid != os.getuid():  # whoever made it could change what is read from it
+    if cache.lstat().st_uid != os.getuid():  # whoever made it could change what is read from it
         raise PermissionError(f"{cache} belongs to another user: remove it, or set TMPDIR to another directory")
     with _locked(cache, compute_digest(source), fcntl.LOCK_SH) as lock:
         copies = cache / f"copies-{compute_digest(source)}"

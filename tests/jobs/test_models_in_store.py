@@ -1,7 +1,4 @@
-"""Test jobs whose models, inputs and results lie in an object store: they do what they do with local files.
-
-What needs Ray is in `tests/cluster/test_models_in_store.py`.
-"""
+"""Test jobs whose models, inputs and results lie in an object store: they do what they do with local files."""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.client
+import os
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -104,6 +106,18 @@ def test_a_shared_copy_is_made_once_and_deleted_by_the_last_who_leaves(s3_server
     put(s3_server, f"{bucket}/m/weights.bin", bytes(RANGE))
     with shared_copy(f"s3://{bucket}/m") as again:
         assert (Path(again) / "weights.bin").stat().st_size == RANGE
+
+
+def test_a_directory_of_another_user_is_not_read_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = os.getuid() + 1
+    (tmp_path / f"tempnet-shared-{other}").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "getuid", lambda: other)
+    with (
+        pytest.raises(PermissionError, match=rf"tempnet-shared-{other} belongs to another user"),
+        shared_copy("s3://b/m"),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("key", ["m/../../evil", "m/a/../../../evil", "m/./x", "m//x"])
