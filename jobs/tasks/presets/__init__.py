@@ -15,8 +15,13 @@ from jobs.engine.fields import with_fields
 
 Config = TypeVar("Config")
 
-TWO_WORKERS = {"workers.num_workers": 2, "workers.cpus_per_worker": 0.5, "workers.use_gpu": False}
-"""The workers of a twin, which share two CPU cores with the readers of data."""
+TWO_WORKERS = {
+    "workers.num_workers": 2, "workers.cpus_per_worker": 0.5, "workers.use_gpu": False, "workers.zero_stage": 0,
+}  # fmt: skip
+"""The workers of a twin, which share two CPU cores with the readers of data.
+
+Of so small a model there is nothing to divide, and ZeRO 2 costs two workers a fifth of their speed (`benchmarks.scaling`).
+"""
 
 
 def variant(base: Callable[[], Config], doc: str, changes: Mapping[str, Any]) -> Callable[[], Config]:

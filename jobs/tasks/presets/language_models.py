@@ -129,7 +129,6 @@ _SMALL: dict[str, Any] = {
     "optimizer.learning_rate_tempnet": 1e-2,
     "optimizer.warmup_share": 0.05,
     **TWO_WORKERS,
-    "workers.zero_stage": 2,
     "validation.every": 200,
     "validation.num_blocks": 64,
 }

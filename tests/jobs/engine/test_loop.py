@@ -173,7 +173,7 @@ def test_two_processes_train_what_one_does_under_every_stage_of_zero(
     assert outcome["validation"] == pytest.approx(undisturbed["validation"], abs=1e-5)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("num_after", [1, 2])
 def test_an_interrupted_run_goes_on_with_the_same_or_another_number_of_processes(
     site: Site, undisturbed: dict[str, Any], stage: int, num_after: int
