@@ -119,8 +119,9 @@ bench: setup  ## Ratios of benchmarks/README.md: losses beside peers, steps, dec
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(PEERS)
 	$(RUN) benchmarks.train_lm --num-steps 60
 	$(RUN) benchmarks.softmax_loss --num-tokens 2048
+	$(RUN) benchmarks.softmax_loss --num-tokens 2048 --num-hidden 768 --vocab-size 50257
 	$(RUN) benchmarks.softmax_loss --num-tokens 16384 --num-rounds 3
-	$(RUN) benchmarks.train_step --num-rounds 4
+	$(RUN) benchmarks.train_step --num-rounds 4 --precision fp32
 	$(RUN) benchmarks.decoding --num-rounds 15
 	$(RUN) benchmarks.serving --num-threads 1
 	$(RUN) benchmarks.contrastive_loss
