@@ -38,8 +38,8 @@ from tempnet.statistics import TokenValues
 
 # Number of logits in a chunk (32 MiB in float32), unless these are fewer tokens than the minimum below.
 _NUM_LOGITS_PER_CHUNK = 1 << 23
-# A product with the output weight first lays that out anew, and its gradient is read and written, once a chunk: with 65
-# tokens a chunk a loss over 128 256 words takes 1.34 of its time with 256.
+# Once a chunk, a product lays the output weight out anew, and the weight's gradient is read and written: for a few dozen
+# tokens that costs as much as the product itself.
 _MIN_NUM_TOKENS_PER_CHUNK = 512
 
 

@@ -20,7 +20,7 @@ TWO_WORKERS = {
 }  # fmt: skip
 """The workers of a twin, which share two CPU cores with the readers of data.
 
-Of so small a model there is nothing to divide, and ZeRO 2 costs two workers a fifth of their speed (`benchmarks.scaling`).
+Of so small a model there is nothing worth dividing, and every stage of ZeRO above 0 sends more messages in a step.
 """
 
 
