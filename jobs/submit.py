@@ -9,8 +9,8 @@ For example:
 
 from __future__ import annotations
 
+import json
 import re
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +20,14 @@ import tyro
 import yaml
 
 from jobs.engine.command_line import ending_in_one_line, fail, refusals_on_one_line, run_job
-from jobs.submission.config import RaySubmission, check_variables, sent_revision, variables_of_job
-from jobs.submission.entrypoint import Entrypoint, parse_entrypoint
+from jobs.submission.config import (
+    Entrypoint,
+    RaySubmission,
+    check_variables,
+    parse_entrypoint,
+    sent_revision,
+    variables_of_job,
+)
 
 MANIFESTS = Path(__file__).parents[1] / "infra" / "kubernetes" / "base"
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")  # of a Kubernetes object to whose name KubeRay adds a suffix
@@ -45,18 +51,8 @@ class RayJobSubmission:
         check_variables(self.variables)
 
 
-class _WithoutAnchors(yaml.SafeDumper):
-    """Writes what occurs several times in full each time."""
-
-    def ignore_aliases(self, data: object) -> bool:
-        return True
-
-
 def parse(arguments: Sequence[str]) -> tuple[RaySubmission | RayJobSubmission, Entrypoint]:
-    """Parse the arguments into what to do and the job, which follows `--`.
-
-    Exits the process with a message on an unknown option or job, or a value that is refused.
-    """
+    """Parse the arguments into what to do and the job, which follows `--`; exits with a message if one is refused."""
     own, words = list(arguments), []
     if "--" in own:
         at = own.index("--")
@@ -74,22 +70,8 @@ def parse(arguments: Sequence[str]) -> tuple[RaySubmission | RayJobSubmission, E
         fail(str(error))
 
 
-def submit_to_ray(request: RaySubmission, entrypoint: Entrypoint) -> int:
-    """Submit a job to a Ray cluster and return its exit status."""
-    from jobs.submission.ray_jobs import Submitter
-
-    # Let `kill` (SIGTERM) stop the job as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    return Submitter(request, entrypoint).run()
-
-
 def ray_job(request: RayJobSubmission, entrypoint: Entrypoint) -> dict[str, Any]:
-    """Return the base's ray-job.yaml with the name, command, variables, revision and cluster of a job.
-
-    Raises:
-        ValueError: if the name cannot be that of a Kubernetes object, or `request.cluster` does not hold one RayCluster.
-        OSError: if a file cannot be read.
-    """
+    """Return the base's ray-job.yaml with the name, command, variables, revision and cluster of a job."""
     name = request.name or entrypoint.name
     if not _NAME.fullmatch(name):
         raise ValueError(f"name = {name!r} must consist of at most 42 small letters, digits and dashes, as mine-2 does")
@@ -117,8 +99,11 @@ def main(arguments: Sequence[str]) -> int:
     request, entrypoint = parse(arguments)
     with ending_in_one_line():
         if isinstance(request, RaySubmission):
-            return submit_to_ray(request, entrypoint)
-        text = yaml.dump(ray_job(request, entrypoint), Dumper=_WithoutAnchors, sort_keys=False, width=120)
+            from jobs.submission.ray_jobs import Submitter
+
+            return Submitter(request, entrypoint).run()
+        manifest = json.loads(json.dumps(ray_job(request, entrypoint)))  # what occurs several times is written in full
+        text = yaml.safe_dump(manifest, sort_keys=False, width=120)
         if request.output:
             Path(request.output).parent.mkdir(parents=True, exist_ok=True)
             Path(request.output).write_text(text)

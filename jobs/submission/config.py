@@ -1,8 +1,13 @@
-"""What a user can set about a submission, what is refused before anything is sent, and the environment that a job gets."""
+"""What a user can set about a submission, what is refused before anything is sent, and what a job gets."""
 
 from __future__ import annotations
 
+import difflib
+import hashlib
 import os
+import re
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,17 +16,15 @@ from jobs.engine.fields import check_not_negative, check_positive
 from jobs.engine.masking import masked
 from jobs.engine.revision import LOCK, LOCKED_VARIABLE, VARIABLE, checkout_revision
 
+_COMMANDS = Path(__file__).parents[1]
+_NOT_SUBMITTED = {"__init__", "submit", "revision"}
+_NAME_OPTIONS = ("--run.name", "--base.run.name")
+_MAX_NAME = 60
 _SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "ACCESS_KEY", "API_KEY", "PRIVATE_KEY", "CREDENTIAL")
 
 
 def check_variables(names: tuple[str, ...]) -> None:
-    """Check environment variables that are to be sent with a job.
-
-    Ray keeps them with the job, where everyone who may list its jobs can read them, so that secrets are refused.
-
-    Raises:
-        ValueError: if a variable is not set, or its name or value tells that it holds a secret.
-    """
+    """Check environment variables that are to be sent with a job: that they are set, and tell of no secret."""
     for name in names:
         if name not in os.environ:
             raise ValueError(f"variables = {name!r} is not set here: give the names of environment variables that are")
@@ -76,11 +79,7 @@ class RaySubmission:
 
     @property
     def resolved_address(self) -> str:
-        """`address`, or else that of the environment.
-
-        Raises:
-            ValueError: if there is none.
-        """
+        """`address`, or else that of the environment; ValueError if there is none."""
         for address in (self.address, os.environ.get("RAY_API_SERVER_ADDRESS"), os.environ.get("RAY_ADDRESS")):
             if address:
                 return address
@@ -115,3 +114,57 @@ def variables_of_job(names: tuple[str, ...], *, is_checked: bool = True) -> dict
     if revision := sent_revision():
         variables[VARIABLE] = revision
     return variables | ({LOCKED_VARIABLE: "1"} if is_checked else {})
+
+
+@dataclass(frozen=True, slots=True)
+class Entrypoint:
+    """A job and its arguments, as they are typed after `--`."""
+
+    module: str
+    """Full name of the module that Python runs."""
+    arguments: tuple[str, ...]
+
+    @property
+    def command(self) -> str:
+        """The line that a shell of the cluster runs."""
+        return shlex.join(["python", "-m", self.module, *self.arguments])
+
+    @property
+    def name(self) -> str:
+        """The name of the run, by default its preset, if there is one; else the job followed by a digest of its arguments."""
+        job = self.module.rpartition(".")[2]
+        given = [argument.partition("=") for argument in self.arguments]
+        for (option, equals, value), following in zip(given, [*self.arguments[1:], ""], strict=True):
+            if option.replace("_", "-") in _NAME_OPTIONS:
+                return _plain(value if equals else following)
+        preset = next(iter(self.arguments), "-")
+        if not preset.startswith("-") and (job.startswith("train") or job == "sweep"):
+            return _plain(preset)
+        digest = hashlib.blake2b(self.command.encode(), digest_size=4).hexdigest()
+        return _plain(f"{job.replace('_', '-')}-{digest}")
+
+
+def parse_entrypoint(words: Sequence[str]) -> Entrypoint:
+    """Return the job that the words after `--` name: a command of this project, or a module with its full name."""
+    if not words:
+        raise ValueError("no job is named: type it after --, for example: -- train_lm gpt2-scratch --run.name mine")
+    if secret := next((masked(word) for word in words if masked(word) != word), ""):
+        raise ValueError(
+            f"{secret} holds a login or secret, which Ray would keep with the job for everyone to read: set it in the "
+            "environment of every node, that of MLflow as MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        )
+    job, *arguments = words
+    if "." in job and not job.startswith("jobs."):
+        return Entrypoint(job, tuple(arguments))
+    name = job.removeprefix("jobs.")
+    commands = sorted(path.stem for path in _COMMANDS.glob("*.py") if path.stem not in _NOT_SUBMITTED)
+    if name not in commands:
+        near = difflib.get_close_matches(name, commands, n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(commands)}"
+        raise ValueError(f"job {job!r} is unknown: {hint}")
+    return Entrypoint(f"jobs.{name}", tuple(arguments))
+
+
+def _plain(name: str) -> str:
+    """Return a name with letters, digits, dots, dashes and underscores only, which is safe in an address and a path."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:_MAX_NAME] or "job"

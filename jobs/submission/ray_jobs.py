@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import sys
@@ -19,8 +20,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 from jobs.engine import FailedError
 from jobs.engine.command_line import FAILED, INTERRUPTED
 from jobs.engine.masking import masked
-from jobs.submission.config import RaySubmission, sent_revision
-from jobs.submission.entrypoint import Entrypoint
+from jobs.submission.config import Entrypoint, RaySubmission, sent_revision
 
 _SECONDS_BETWEEN_TRIES = 2.0
 _SECONDS_TO_ANSWER = 10.0  # for a cluster that was not reached before
@@ -52,13 +52,7 @@ class Submitter:
             logging.getLogger(name).setLevel(logging.ERROR)
 
     def run(self) -> int:
-        """Submit the job, or find it running; follow it and return the status to exit with, which is that of the job.
-
-        Raises:
-            ValueError: if another job of this name runs.
-            SubmissionError: if the cluster cannot be reached or refuses the job, or has lost it too often.
-            KeyboardInterrupt: on Ctrl-C, after the job was stopped.
-        """
+        """Submit the job, or find it running; follow it and return its status. On Ctrl-C it is stopped."""
         self._submit(self._connect(wait=False))
         if self._request.detach:
             return 0
@@ -80,7 +74,7 @@ class Submitter:
                 raise
 
     def _connect(self, *, wait: bool) -> JobSubmissionClient:
-        """Return a client whose server answers; `wait` is whether to wait as long as the request allows, or seconds."""
+        """Return a client whose server answers; `wait` is whether to wait for it as long as the request allows."""
         # Ray prefers this variable to the argument of the client.
         os.environ["RAY_API_SERVER_ADDRESS"] = self._address
         seconds = 60 * self._request.max_wait_minutes if wait else _SECONDS_TO_ANSWER
@@ -119,9 +113,8 @@ class Submitter:
                 self.submission_id = str(job.submission_id)
                 _say(f"job {self.submission_id} runs already; following it")
                 return
-        number = 1
-        while (submission_id := self._name if number == 1 else f"{self._name}-{number}") in known:
-            number += 1
+        names = itertools.chain([self._name], (f"{self._name}-{number}" for number in itertools.count(2)))
+        submission_id = next(name for name in names if name not in known)
         metadata = {"name": self._name, "revision": sent_revision() or "unknown"}
         try:
             self.submission_id = client.submit_job(
@@ -135,11 +128,7 @@ class Submitter:
         _say(f"job {self.submission_id} is submitted, revision {metadata['revision']}")
 
     def _follow(self) -> int:
-        """Print the job's log until it ends and return its status.
-
-        Raises:
-            JobLostError: if the cluster has lost the job.
-        """
+        """Print the job's log until it ends and return its status; JobLostError if the cluster has lost it."""
         while True:
             client = self._connect(wait=True)
             try:
@@ -179,11 +168,7 @@ class Submitter:
 
 
 def status_of(details: JobDetails) -> int:
-    """Return the exit status of a job that has ended.
-
-    Raises:
-        JobLostError: if it did not end by itself.
-    """
+    """Return the exit status of a job that has ended; JobLostError if it did not end by itself."""
     if details.status == JobStatus.SUCCEEDED:
         return 0
     if details.status == JobStatus.STOPPED:

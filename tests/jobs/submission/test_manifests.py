@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import re
@@ -16,7 +15,6 @@ import pytest
 import ray.autoscaler
 import yaml
 from jsonschema import Draft202012Validator
-from ray.autoscaler._private.kuberay.autoscaling_config import _get_ray_resources_from_group_spec
 from ray.autoscaler._private.util import prepare_config, validate_config
 from readme_support import lines_like, run_line
 
@@ -145,17 +143,6 @@ def test_every_pod_is_behind_a_policy_and_every_service_leads_to_pods(directory:
     for service in services:
         assert any(service["selector"].items() <= pod for pod in pods)
     assert all(rule["from"] for policy in policies for rule in policy["ingress"])
-
-
-def test_groups_are_what_their_names_say() -> None:
-    spec = copy.deepcopy(manifests_of(FULL)[-1]["spec"]["rayClusterSpec"])
-    assert spec["rayVersion"] == version("ray")
-    assert spec["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
-    pods = {group["groupName"]: group["template"]["spec"] for group in spec["workerGroupSpecs"]}
-    assert _get_ray_resources_from_group_spec(spec["workerGroupSpecs"][0], is_head=False)["reader"] == 1
-    assert pods["trainers-spot"].pop("nodeSelector") == {"karpenter.sh/capacity-type": "spot"}
-    pods["trainers-spot"]["tolerations"].pop()
-    assert pods["trainers-spot"] == pods["trainers"]
 
 
 def test_the_image_is_locked_and_its_user_has_no_privileges() -> None:

@@ -17,8 +17,7 @@ from ray.runtime_env import RuntimeEnv
 from jobs import submit
 from jobs.engine.revision import LOCK, check_locked, checkout_revision
 from jobs.submission import ray_jobs
-from jobs.submission.config import RaySubmission
-from jobs.submission.entrypoint import parse_entrypoint
+from jobs.submission.config import RaySubmission, parse_entrypoint
 from jobs.tasks.presets import clip, language_models
 
 
@@ -114,22 +113,6 @@ def test_other_packages_than_those_of_the_lock_are_named(tmp_path: Path) -> None
         check_locked(lock)
     with pytest.raises(ValueError, match="is missing: the packages cannot be checked"):
         check_locked(tmp_path / "nothing")
-
-
-def test_a_job_that_is_taken_over_after_a_loss_is_followed_from_its_first_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "http://head:8265")
-    submitter = ray_jobs.Submitter(RaySubmission(name="mine"), parse_entrypoint(["train_lm", "gpt2-scratch"]))
-    submitter._print("a long line of the job that was lost\n", 37)
-    details = JobDetails(
-        type="SUBMISSION", entrypoint="python -m jobs.train_lm gpt2-scratch", submission_id="mine-2",
-        status="RUNNING", metadata={"name": "mine"},
-    )  # fmt: skip
-    submitter._submit(SimpleNamespace(list_jobs=lambda: [details]))  # type: ignore[arg-type]
-    capsys.readouterr()
-    submitter._print("begins\n", 7)
-    assert capsys.readouterr().out == "begins\n"
 
 
 @pytest.mark.parametrize("error", [aiohttp.ServerDisconnectedError(), aiohttp.ClientPayloadError(), OSError()])
