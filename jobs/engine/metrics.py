@@ -1,6 +1,6 @@
 """Metrics of an MLflow run: sending them from a background thread, which keeps what could not be sent, and reading them.
 
-MLflow is imported only when it is called, because a worker can make its first steps without it: the import takes seconds.
+MLflow is imported only when it is called: the import takes seconds, and a worker makes its first steps without it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jobs.engine.masking import masked
-
-if TYPE_CHECKING:
-    from mlflow.system_metrics.metrics.base_metrics_monitor import BaseMetricsMonitor
 
 # By default MLflow retries seven times, which takes four minutes, for everything that is sent to an unreachable server.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
@@ -28,6 +25,7 @@ os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
 logger = logging.getLogger(__name__)
 
 _MAX_METRICS_PER_CALL = 1000
+_SECONDS_BETWEEN_SAMPLES = 10.0  # of the system metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +71,9 @@ class MetricLogger:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Queue the finite values of a step; undefined ones (such as a quantile of an empty set) are dropped."""
         now = int(time.time() * 1000)
-        with self._lock:
-            self._waiting += [
-                [metric_name(key), float(value), now, step] for key, value in metrics.items() if math.isfinite(value)
-            ]
+        self.resend(
+            [metric_name(key), float(value), now, step] for key, value in metrics.items() if math.isfinite(value)
+        )
 
     def unsent(self) -> list[list[Any]]:
         """Return the values that have not been sent, as plain data for a checkpoint."""
@@ -107,9 +104,7 @@ class MetricLogger:
 
     def _send(self) -> bool:
         """Send all queued values, oldest first; returns False on a failure, after which unsent values stay in the queue."""
-        with self._lock:
-            batch = self._waiting[:_MAX_METRICS_PER_CALL]
-        while batch:
+        while batch := self.unsent()[:_MAX_METRICS_PER_CALL]:
             try:
                 send_metrics(self._tracked, batch)
             except Exception as error:  # training must go on, whatever the error
@@ -117,7 +112,6 @@ class MetricLogger:
                 return False
             with self._lock:
                 self._waiting = self._waiting[len(batch) :]
-                batch = self._waiting[:_MAX_METRICS_PER_CALL]
         return True
 
 
@@ -141,13 +135,10 @@ def metric_history(run: TrackedRun, key: str) -> dict[int, float]:
 
 
 class SystemMetrics:
-    """Logs usage of CPU, memory, disk, network and GPUs in the background, and once more on closing.
+    """Logs usage of CPU, memory, disk, network and GPUs in the background, and once more on closing."""
 
-    MLflow's own thread stops for good at the first failed call, and opens a second connection to the server.
-    """
-
-    def __init__(self, logger: MetricLogger, step: Callable[[], int], *, seconds_between_samples: float = 10.0) -> None:
-        self._logger, self._step, self._seconds = logger, step, seconds_between_samples
+    def __init__(self, logger: MetricLogger, step: Callable[[], int]) -> None:
+        self._logger, self._step = logger, step
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="system-metrics", daemon=True)
         self._thread.start()
@@ -157,37 +148,18 @@ class SystemMetrics:
         self._thread.join()
 
     def _run(self) -> None:
-        self._monitors = _monitors()
-        for monitor in self._monitors:  # CPU load is measured since the thread's previous call; the first gives 0
-            monitor.collect_metrics()
-            monitor.clear_metrics()
-        while not self._stop.wait(self._seconds):
-            self._sample()
-        self._sample()
+        from mlflow.system_metrics import system_metrics_monitor
 
-    def _sample(self) -> None:
-        for monitor in self._monitors:
-            monitor.collect_metrics()
-            figures = monitor.aggregate_metrics()
-            monitor.clear_metrics()
+        system_metrics_monitor._logger.setLevel(logging.WARNING)  # it tells that a machine has no GPU
+        run = self._logger._tracked
+        # It is never started: it would stop for good at its first failed call, and count samples in the place of steps.
+        collector = system_metrics_monitor.SystemMetricsMonitor(run.run_id, tracking_uri=run.uri)
+        is_last = False
+        collector.collect_metrics()  # CPU load is measured since the thread's previous call; the first gives 0
+        while not is_last:
+            for monitor in collector.monitors:
+                monitor.clear_metrics()
+            is_last = self._stop.wait(_SECONDS_BETWEEN_SAMPLES)
+            collector.collect_metrics()
+            figures = collector.aggregate_metrics()
             self._logger.log({f"system/{name}": value for name, value in figures.items()}, self._step())
-
-
-def _monitors() -> list[BaseMetricsMonitor]:
-    """Return the monitors of this machine.
-
-    Those of GPUs need `nvidia-ml-py` or `pyrsmi`, and raise an error on creation if they cannot read any GPU.
-    """
-    from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
-    from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
-    from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
-    from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
-    from mlflow.system_metrics.metrics.rocm_monitor import ROCMMonitor
-
-    found: list[BaseMetricsMonitor] = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
-    for monitor in (GPUMonitor, ROCMMonitor):
-        try:
-            found.append(monitor())
-        except (ImportError, RuntimeError):
-            continue
-    return found
