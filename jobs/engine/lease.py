@@ -2,18 +2,15 @@
 
 The lease file names its owner and counts heartbeats. A driver that finds the lease of another owner
 
-* continues at once if the owner was a process of this machine that has ended. If the process is still running, it gets
-  some seconds to end, which the processes of a job that was just killed may need; after that the start is refused;
-* otherwise (the owner is on another machine, or in another container) watches the heartbeat count. If it changes,
-  the owner is alive; if it stays the same for `seconds_to_expire`, the owner is considered dead. The clocks of
-  different machines are never compared.
+* continues at once if the owner was a process of this machine that has ended. If it is still running, it gets some
+  seconds to end, as a job that was just killed may need them; after that the start is refused;
+* otherwise (another machine or container) watches the heartbeat count. If it stays the same for `seconds_to_expire`,
+  the owner is considered dead. The clocks of different machines are never compared.
 
-What the lease guarantees: object stores have no atomic "create if absent", so a new owner writes its name, waits, and
-reads back which name the file holds. Of two drivers that start at the same time, the one that wrote last continues,
-provided that each needs less than `_SECONDS_TO_SETTLE` between reading that the lease is free and having written it. If
-one is slower, the driver whose name was overwritten notices at its next heartbeat and ends itself. Until then, at most
-for one interval between heartbeats, two drivers may train the same run. The same holds for a driver that could not
-reach the storage for longer than the expiry.
+Object stores have no atomic "create if absent", so a new owner writes its name, waits, and reads back which name the file
+holds. Of two drivers that start together, the one that wrote last continues. A driver whose name was overwritten later,
+because one of them was slow or did not reach the storage for longer than the expiry, ends itself at its next heartbeat;
+until then two may train the same run.
 """
 
 from __future__ import annotations
@@ -39,7 +36,6 @@ LEASE_FILE = "lease.json"
 
 _SECONDS_TO_SETTLE = 0.5
 _SECONDS_TO_END = 5.0
-_SECONDS_OF_CLOCK_ERROR = 2.0  # tolerance for the start time of a process, which is computed from the boot time
 
 
 class RunIsTakenError(ValueError):
@@ -123,19 +119,18 @@ class Lease:
                 if held is not None and not self._is_mine(held):
                     self._lost_to = held
                 if self._is_gone or self._lost_to:
-                    main = threading.main_thread().ident
-                    assert main is not None
-                    signal.pthread_kill(main, signal.SIGINT)  # ends the run as Ctrl-C does
+                    signal.pthread_kill(
+                        threading.main_thread().ident or 0, signal.SIGINT
+                    )  # ends the run as Ctrl-C does
                     return
                 self._beat()
             except OSError:
                 continue  # the storage may come back before the lease expires
 
     def _look_for_directory(self) -> bool:
-        """Return whether the directory is gone for good, and a new one in its place is of nobody.
+        """Return whether the directory is gone for good, or was replaced by one that is of nobody.
 
-        A directory that is away, as a disk that is mounted again may be, has as long as an owner without heartbeats. In an
-        object store the next heartbeat makes it anew.
+        A directory that is away, as a disk that is mounted again may be, has as long as an owner without heartbeats.
         """
         if not exists(self._directory):
             self._missing_since = self._missing_since or time.monotonic()
@@ -186,14 +181,11 @@ def _machine() -> str:
 def _process(pid: int | None = None) -> dict[str, Any]:
     """Identify a process of this machine, by default this one."""
     number = os.getpid() if pid is None else pid
-    return {"pid": number, "started": psutil.Process(number).create_time(), "start_ticks": _start_ticks(number)}
+    return {"pid": number, "start_ticks": _start_ticks(number)}
 
 
 def _start_ticks(pid: int) -> int | None:
-    """Return when a process started, in the kernel's ticks since boot, which no step of the clock changes.
-
-    psutil adds the boot time of the clock as it is set now. None where there is no /proc, as on macOS.
-    """
+    """Return when a process started, in the kernel's ticks since boot, which no step of the clock changes; None on macOS."""
     with suppress(OSError):
         # The second field is the name in parentheses, which may hold anything; the start is the 22nd (man 5 proc).
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
@@ -206,12 +198,7 @@ def is_ended_here(held: dict[str, Any]) -> bool:
         return False
     try:
         process = psutil.Process(held["pid"])
-        ticks = _start_ticks(held["pid"])
-        if ticks is None or held.get("start_ticks") is None:  # the lease of an earlier version has none
-            is_another = abs(process.create_time() - held["started"]) > _SECONDS_OF_CLOCK_ERROR
-        else:
-            is_another = ticks != held["start_ticks"]
-        return is_another or process.status() == psutil.STATUS_ZOMBIE
+        return _start_ticks(process.pid) != held["start_ticks"] or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
     except (KeyError, TypeError, ValueError):  # the file is damaged: its owner may live

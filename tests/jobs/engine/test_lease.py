@@ -9,9 +9,8 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -19,7 +18,7 @@ from support import wait_for
 
 from jobs.engine import lease
 from jobs.engine.lease import LEASE_FILE, Lease, LostRunError, RunIsTakenError, _machine, _process
-from pipelines.storage import read_json, write_json
+from pipelines.storage import read_json
 
 
 @pytest.fixture(autouse=True)
@@ -68,20 +67,10 @@ def test_it_is_renewed_and_given_up(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("brought_back_by", ["nobody", "a checkpoint", "a heartbeat in an object store"])
-def test_a_run_whose_directory_is_deleted_ends(
-    tmp_path: Path, brought_back_by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("brought_back_by", ["nobody", "a checkpoint"])
+def test_a_run_whose_directory_is_deleted_ends(tmp_path: Path, brought_back_by: str) -> None:
     """It would go on into a directory without the configuration of its checkpoints."""
     run = tmp_path / "run"
-
-    def write_as_a_store(uri: str, content: Mapping[str, Any]) -> None:
-        """Make the directory, which in a store is what the names of files say."""
-        Path(uri).parent.mkdir(parents=True, exist_ok=True)
-        write_json(uri, content)
-
-    if "store" in brought_back_by:
-        monkeypatch.setattr(lease, "write_json", write_as_a_store)
 
     def lose() -> None:
         with fast(run):
@@ -95,7 +84,7 @@ def test_a_run_whose_directory_is_deleted_ends(
 
     with pytest.raises(LostRunError, match=rf"{run} is gone: it was deleted"):
         lose()
-    assert (run / LEASE_FILE).exists() == ("store" in brought_back_by)
+    assert not (run / LEASE_FILE).exists()
 
 
 def test_the_second_driver_is_refused_while_the_first_lives(
@@ -139,23 +128,10 @@ def test_a_process_of_this_machine_that_is_gone_holds_nothing(
     process = subprocess.Popen(["true"])
     process.wait()
     # In the second case this process has the number of an older process, which held the lease.
-    for gone in ({"pid": process.pid}, {"start_ticks": 1}, {"start_ticks": None, "started": 1.0}):
+    for gone in ({"pid": process.pid}, {"start_ticks": 1}):
         write(tmp_path, **gone)
         with Lease(str(tmp_path)):
             assert "waiting" not in capsys.readouterr().out
-
-
-def test_a_dead_driver_of_another_machine_expires(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path, machine="elsewhere", pid=7)
-    started = time.monotonic()
-    with fast(tmp_path):
-        assert time.monotonic() - started >= 0.5
-    assert "held by process 7 on far: waiting 0.5 s to see whether that is still alive" in capsys.readouterr().out
-    tmp_path.mkdir()
-    (tmp_path / LEASE_FILE).write_text('{"token": "ab')  # damaged
-    started = time.monotonic()
-    with fast(tmp_path):
-        assert time.monotonic() - started >= 0.5
 
 
 def test_a_driver_that_is_about_to_end_is_waited_for(
@@ -196,3 +172,10 @@ def test_a_storage_that_fails_for_a_while_costs_nothing(tmp_path: Path) -> None:
         (tmp_path / "away").rename(tmp_path / "run")
         before = held_by(tmp_path / "run")
         wait_for(lambda: held_by(tmp_path / "run") != before)
+
+
+def test_a_damaged_lease_expires(tmp_path: Path) -> None:
+    (tmp_path / LEASE_FILE).write_text('{"token": "ab')
+    started = time.monotonic()
+    with fast(tmp_path):
+        assert time.monotonic() - started >= 0.5
