@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jobs.engine.command_line import as_typed, ending_in_one_line, parse_options, run_job
+from jobs.engine.command_line import ending_in_one_line, parse_options, run_job
 from jobs.scoring.reward.config import RewardConfig
 
 
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
     config, dry_run = parse(arguments)
     # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
-    from jobs.engine.tracking import where_to_browse
+    from jobs.engine.launch import print_where_to_look
     from jobs.scoring.reward.job import describe_run, train_reward
 
     with ending_in_one_line(lambda: config.run.directory):
@@ -32,14 +32,10 @@ def main(arguments: Sequence[str]) -> int:
             print(describe_run(config))
             return 0
         outcome = train_reward(config)
-    print(
-        f"\n  results   {outcome['directory']}/outcome.json\n  model     {outcome['export']}\n\nTo look around, type:"
-    )
-    if outcome["tracking_uri"]:
-        print(where_to_browse(outcome["tracking_uri"], outcome.get("mlflow_experiment_id")))
-    generate = ["--model", outcome["export"], "--prompts", config.prompts, "--format", config.format]
+    generate = ["jobs.generate", "--model", outcome["export"], "--prompts", config.prompts, "--format", config.format]
     rest = ["--output", "texts.jsonl", "--max-new-tokens", str(config.max_new_tokens)]
-    print(f"  {as_typed(['jobs.generate', *generate, *rest])}")
+    print()
+    print_where_to_look(outcome, results="outcome.json", commands=[[*generate, *rest]])
     return 0
 
 

@@ -1,10 +1,9 @@
 """Checkpoints: everything that a resumed run needs to reproduce the uninterrupted one.
 
-A checkpoint directory holds DeepSpeed's shards (both networks, both optimizers, schedules), what the task adds to them
-(per-sample state), `state.json` with the step and the counters of the run, and a list of files from every worker
-(`jobs.engine.resumption`), which is used to detect damage. The random number generators need no saved state
-because they are reseeded at every step. Every rank writes a directory; together they are the checkpoint. Only tensors, plain
-containers and DeepSpeed's own records are ever unpickled from a checkpoint.
+A checkpoint holds DeepSpeed's shards (networks, optimizers, schedules), what the task adds to them (per-sample state),
+`state.json` with the step and the counters of the run, and from every worker a list of its files
+(`jobs.engine.resumption`). Random number generators are seeded anew at every step. Only tensors, plain containers and
+DeepSpeed's own records are ever unpickled.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -35,19 +34,13 @@ from torch import Tensor, nn
 
 from jobs.engine.config import TrainingConfig
 from jobs.engine.deepspeed_engine import keeping_settings
-from jobs.engine.resumption import (
-    FatalTrainingError,
-    find_changed_file,
-    naming_full_disk,
-    naming_refused_write,
-    write_file_list,
-)
+from jobs.engine.resumption import FatalTrainingError, find_changed_file, naming_full_disk, write_file_list
 from jobs.engine.worker import WorkerContext
 from pipelines.plan import StreamPlan
 from pipelines.storage import resolve
+from pipelines.store_errors import names_written_store
 
-# Pickle this enum by value, as Python 3.11.7 does. Python 3.11.2 (Debian 12) pickles enum members as a call of getattr,
-# which `weights_only=True` rightly refuses.
+# Pickle this enum by value: Python 3.11.2 (Debian 12) pickles it as a call of getattr, which `weights_only=True` refuses.
 copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
 
 _TAG = "deepspeed"
@@ -142,10 +135,7 @@ _PREFIX = "tempnet-checkpoints-"
 
 @cache
 def _process_directory() -> Path:
-    """Return this process's directory for checkpoints that wait to be uploaded; delete those of processes that were killed.
-
-    A process locks its directory as long as it lives.
-    """
+    """Return this process's directory for checkpoints that wait, locked as long as it lives; delete those of dead ones."""
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):  # another user's
             descriptor = os.open(left, os.O_RDONLY)
@@ -165,23 +155,24 @@ def _process_directory() -> Path:
 
 def upload_part(directory: Path, uri: str, *, rank: int, world_size: int, group: str) -> None:
     """List the files of a rank's part of a checkpoint, copy them to the run's storage, and delete them here in any case."""
-    filesystem, place = resolve(uri)
     try:
         with naming_full_disk(directory):
             write_file_list(directory, rank=rank, world_size=world_size, group=group)
-        with naming_full_disk(place), naming_refused_write(filesystem, place):
-            filesystem.create_dir(place, recursive=True)
-            pyarrow.fs.copy_files(str(directory), place, destination_filesystem=filesystem)
+        _copy(uri, directory)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def frozen_names(module: nn.Module) -> frozenset[str]:
-    """Return all names of the weights that are not trained.
+@names_written_store
+def _copy(uri: str, directory: Path) -> None:
+    filesystem, place = resolve(uri)
+    with naming_full_disk(place):
+        filesystem.create_dir(place, recursive=True)
+        pyarrow.fs.copy_files(str(directory), place, destination_filesystem=filesystem)
 
-    DeepSpeed's own `exclude_frozen_parameters` knows only one name of a weight that is tied to another, and would save a
-    frozen output layer that shares its weight with the input embedding.
-    """
+
+def frozen_names(module: nn.Module) -> frozenset[str]:
+    """Return all names of the weights that are not trained; DeepSpeed knows only one name of a weight that is tied."""
     parameters = module.named_parameters(remove_duplicate=False)
     return frozenset(name for name, parameter in parameters if not parameter.requires_grad)
 
@@ -195,15 +186,8 @@ def check_checkpoint(directory: Path, *, rank: int, world_size: int, group: dist
 
 
 def read_state(directory: Path, config: TrainingConfig, plan: StreamPlan) -> RunState:
-    """Read the state of the run from a checkpoint, which is all that is needed to start reading data.
-
-    What concerns the other run alone is left out if a run starts from another one's checkpoint: the rating of that run's
-    export, its unsent metrics, its repeated requests and its batches.
-    """
-    values = json.loads((directory / _STATE_FILE).read_text())
-    if isinstance(counts := values.get("store_retries"), dict):  # earlier versions counted by store and reason
-        values["store_retries"] = sum(number for reasons in counts.values() for number in reasons.values())
-    state = RunState(**values)
+    """Read the state of the run from a checkpoint, without what concerns another run alone whose checkpoint it is."""
+    state = RunState(**json.loads((directory / _STATE_FILE).read_text()))
     if state.order_version != plan.order_version:
         raise FatalTrainingError(
             f"the checkpoint of step {state.step} was written by a program that reads these data in another order (version "
@@ -223,11 +207,7 @@ def read_state(directory: Path, config: TrainingConfig, plan: StreamPlan) -> Run
 def load_checkpoint(
     engine: DeepSpeedEngine, directory: Path, load_more: Callable[[Path, int], None], *, num_writers: int
 ) -> None:
-    """Restore weights, optimizers, schedules and what `save_more` wrote.
-
-    Learning rates, weight decay and AdamW's other settings are those of the engine, not those that the checkpoint holds,
-    which may be another run's.
-    """
+    """Restore weights, moments, schedules and what `save_more` wrote; the optimizer keeps the settings that it has."""
     engine.checkpoint_engine = SafeCheckpointEngine()
     is_divided = num_writers != engine.dp_world_size and engine.zero_optimization()
     has_partitions = is_divided and engine.zero_optimization_stage() == ZeroStageEnum.weights
@@ -261,8 +241,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def load_moments(engine: DeepSpeedEngine, directory: Path, read: Callable[[str], Any], *, num_writers: int) -> None:
     """Set AdamW's moments and step count from the partitions of all workers that wrote the checkpoint."""
-    files = _parts(directory, num_writers)
-    moments, num_steps = _whole_moments([read(str(file))["optimizer_state_dict"] for file in files])
+    saved = [read(str(file))["optimizer_state_dict"] for file in _parts(directory, num_writers)]
+    moments, num_steps = _whole_moments(saved)
     zero = engine.optimizer
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
     for group, flat_weights in enumerate(zero.single_partition_of_fp32_groups):
@@ -295,10 +275,7 @@ def _whole_moments(parts: list[dict[str, Any]]) -> tuple[dict[str, dict[str, Ten
 
 
 def load_partitions(engine: DeepSpeedEngine, directory: Path, read: Callable[[str], Any], *, num_writers: int) -> None:
-    """Load a checkpoint under ZeRO 3, with weights and optimizer state from the partitions of all workers that wrote it.
-
-    The arguments are those of :func:`load_moments`; all workers must call this.
-    """
+    """Load a checkpoint under ZeRO 3, from the partitions of all workers that wrote it; all workers must call this."""
     zero = engine.optimizer
     saved = [read(str(file))["optimizer_state_dict"] for file in _parts(directory, num_writers)]
     sizes = [parameter.ds_numel for group in zero.fp16_groups for parameter in group]
@@ -320,9 +297,13 @@ def load_partitions(engine: DeepSpeedEngine, directory: Path, read: Callable[[st
         for group in range(len(lengths))
     }
     zero.checkpoint_event_prologue()
-    with _with_own_file(directory, rank=rank, num_writers=num_writers) as place:
+    with tempfile.TemporaryDirectory(prefix="tempnet-checkpoint-") as place:
+        # What is the same on all ranks, such as schedules, is found under this rank's name.
+        file = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
+        (own := Path(place) / directory.name / file.format(rank)).parent.mkdir()
+        own.symlink_to((directory / file.format(rank % num_writers)).resolve())
         # `load_checkpoint` would look for the partitions too.
-        engine._load_checkpoint(str(place), directory.name, load_module_strict=False)
+        engine._load_checkpoint(place, directory.name, load_module_strict=False)
     zero._rigid_load_state_dict(
         saved[0]
         | {"optimizer_state_dict": optimizer, "fp32_flat_groups": divide([part["fp32_flat_groups"] for part in saved])}
@@ -343,28 +324,10 @@ def repartition(vectors: Sequence[Tensor], sizes: Sequence[int], *, rank: int, w
     return torch.cat(pieces) if pieces else torch.zeros(0)
 
 
-@contextmanager
-def _with_own_file(directory: Path, *, rank: int, num_writers: int) -> Iterator[Path]:
-    """Yield a directory in which DeepSpeed finds, under the name of this rank, what a rank that wrote has saved beside
-    its partitions: schedules, buffers and counters, which are the same on all ranks.
-    """
-    with tempfile.TemporaryDirectory(prefix="tempnet-checkpoint-") as name:
-        (view := Path(name) / directory.name).mkdir()
-        file = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
-        (view / file.format(rank)).symlink_to((directory / file.format(rank % num_writers)).resolve())
-        yield Path(name)
-
-
 def _parts(directory: Path, num_writers: int) -> list[Path]:
-    """Return the optimizer files of all writers in the order of their ranks.
-
-    Files of higher ranks are ignored: an earlier, larger group of workers left them.
-    """
-
-    def rank(file: Path) -> int:
-        return int(file.name.split("zero_pp_rank_")[1].split("_")[0])
-
-    files = [file for file in directory.glob("*zero_pp_rank_*_optim_states.pt") if rank(file) < num_writers]
+    """Return the optimizer files of all writers in the order of their ranks; an earlier, larger group may have left more."""
+    pattern = "*zero_pp_rank_{}_*_optim_states.pt"
+    files = [file for rank in range(num_writers) for file in directory.glob(pattern.format(rank))]
     if len(files) != num_writers:
         raise FileNotFoundError(f"{directory} holds {len(files)} of {num_writers} workers' optimizer states")
-    return sorted(files, key=rank)
+    return files

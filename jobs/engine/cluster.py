@@ -22,6 +22,7 @@ import grpc
 import psutil
 import ray
 
+from jobs.engine.config import TrainingConfig
 from jobs.engine.ray_private import (
     address_that_ray_asks,
     end_with_this_process,
@@ -30,10 +31,8 @@ from jobs.engine.ray_private import (
     listen_on_loopback,
 )
 
-# Set in every process that a job starts, unless the user has set the variable. Silences DeepSpeed's and Transformers'
-# logging, keeps the tokenizers' parallelism on after a fork, turns off Ray Data's usage reports, and has the workers'
-# health checked twice a second. With Ray Train's default of two seconds, every checkpoint would wait that long for the
-# previous one, and the end of a run would be noticed that much later.
+# Set in every process that a job starts, unless the user has set the variable. With Ray Train's default interval of two
+# seconds, every checkpoint would wait that long for the previous one, and the end of a run would be noticed that much later.
 _ENVIRONMENT = {
     "DEEPSPEED_LOG_LEVEL": "ERROR",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -41,10 +40,21 @@ _ENVIRONMENT = {
     "RAY_DATA_USAGE_DISABLED": "1",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
 }
+# The same for a Ray of the job's own on this machine.
+_LOCAL_ENVIRONMENT = {
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a local machine is not preempted
+    "RAY_worker_niceness": "0",  # with 15, Ray's default, training gets almost no CPU time beside other work
+    "REPORTER_UPDATE_INTERVAL_MS": "60000",  # how often processes are measured; no dashboard shows it
+    # A node whose agent has not started within half a minute ends, and with it the job; a busy machine takes longer.
+    "RAY_agent_register_timeout_ms": "300000",
+    # Ray ends an idle process after a second if no CPU is free, so that every block of data would start a new one.
+    "RAY_num_workers_soft_limit": str(os.cpu_count()),
+    # Ray warns if there are three times as many processes, and a run needs a dozen that compute nothing.
+    "RAY_worker_maximum_startup_concurrency": str(max(6, os.cpu_count() or 1)),
+}
 
 _NUM_STARTS = 3
 _SECONDS_TO_ANSWER = 20.0
-_MIN_STARTUP_CONCURRENCY = 6
 _MAX_WAIT_MINUTES = 60.0
 _SECONDS_BETWEEN_LOOKS = 5.0
 # Ray's sockets lie in DIRECTORY/ray/session_DATE_TIME_MICROSECONDS_PID/sockets; the path of a socket has at most 107 bytes.
@@ -90,10 +100,7 @@ def check_machine() -> str:
 
 
 def private_directory() -> Path:
-    """Return the directory below which the user's jobs have what their Rays write; nobody else can enter it.
-
-    Ray opens its own directories to all users as soon as a worker has a `runtime_env`.
-    """
+    """Return the directory that nobody else can enter for what Ray writes, which opens its own ones to all users."""
     places = [os.environ.get("RAY_TMPDIR", ""), tempfile.gettempdir(), "/tmp"]
     for place in filter(None, places):
         directory = Path(place) / f"ray-{os.getuid()}"
@@ -151,26 +158,12 @@ def _wait_for_head(address: str) -> None:
 
 
 def _start_local_ray() -> None:
-    # Do not log at every start that only holders of this user's token may run code: that is intended.
+    # It would log at every start that only holders of this user's token may run code.
     logging.getLogger("ray._private.authentication.authentication_token_setup").addFilter(
         lambda record: "authentication is enabled" not in record.getMessage()
     )
-    # Do not start the process that watches for a cloud provider preempting the node: a local machine is not preempted.
-    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-    # With Ray's default niceness of 15, training would get almost no CPU time beside other work on this machine.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    # Measure the processes only once a minute: there is no dashboard that would show the figures.
-    os.environ.setdefault("REPORTER_UPDATE_INTERVAL_MS", "60000")
-    # A node whose agent has not started within half a minute ends, and with it the job; a busy machine takes longer.
-    os.environ.setdefault("RAY_agent_register_timeout_ms", "300000")
-    # Ray ends an idle worker process after a second if no CPU is free, which is always the case while a run trains.
-    # Every block of data would then start a new process, each at the cost of seconds of computing.
-    os.environ.setdefault("RAY_num_workers_soft_limit", str(os.cpu_count()))
-    # A run needs a dozen processes that compute nothing. Ray warns if there are three times as many processes as it may
-    # start concurrently, so raise that number.
-    os.environ.setdefault(
-        "RAY_worker_maximum_startup_concurrency", str(max(_MIN_STARTUP_CONCURRENCY, os.cpu_count() or 1))
-    )
+    for name, value in _LOCAL_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     listen_on_loopback()
     ensure_token()
     others = set(psutil.Process().children())
@@ -201,20 +194,13 @@ def _start_local_ray() -> None:
 
 
 def ensure_token() -> None:
-    """Make the user's token for Ray, `~/.ray/auth_token`, if there is none, and close it to others.
+    """Make the user's token for Ray, `~/.ray/auth_token`, unless there is one or none is read, and close it to others.
 
-    Without the token, a Ray on this machine runs no code. Where the home directory cannot be written, the token lies in
-    :func:`private_directory`.
-
-    Ray makes one, too, but not safely: if two jobs start for the first time on a machine, the later one replaces the
-    token of the other. Every process reads the token when it starts, so that no new process of the first job's Ray
-    would be let in, and the job would wait for its workers for ever.
-
-    Nothing is made if the token comes from the environment, or if RAY_AUTH_MODE turns tokens off.
+    Where the home directory cannot be written, it lies in :func:`private_directory`. Ray makes one, too, but of two jobs that
+    do so together the later one replaces the token of the other, whose Ray would then let no new process in.
     """
-    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
-        return
-    if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
+    is_given = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    if is_given or os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
         return
     try:
         _make_token(Path.home() / ".ray" / "auth_token")
@@ -227,23 +213,17 @@ def ensure_token() -> None:
 def _make_token(path: Path) -> None:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix="auth_token-")
-        try:
-            with os.fdopen(descriptor, "w") as file:
-                file.write(secrets.token_hex(32))
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix="auth_token-") as file:
+            file.write(secrets.token_hex(32))
+            file.flush()
             with suppress(FileExistsError):  # another job was faster: its token is whole, and it counts
-                os.link(name, path)
-        finally:
-            os.unlink(name)
+                os.link(file.name, path)
     if path.stat().st_uid == os.getuid():
         path.chmod(0o600)
 
 
 def wait_for_nodes(bundles: list[dict[str, float]], have_come: Callable[[], bool], max_wait_minutes: float) -> None:
-    """Ask the autoscaler of $RAY_ADDRESS's cluster for bundles of resources until their nodes have come or time is up.
-
-    A Ray that the job has started does not grow. Publicly, Ray does not say whether another cluster has an autoscaler.
-    """
+    """Ask the autoscaler of $RAY_ADDRESS's cluster, if it has one, for resources until nodes have come or time is up."""
     if starts_own_ray() or have_come():
         return
     from ray.autoscaler.sdk import request_resources
@@ -273,15 +253,29 @@ def check_placement(field: str, resources: dict[str, float], max_wait_minutes: f
     def have_come() -> bool:
         return any(all(node.get(name, 0.0) >= amount for name, amount in resources.items()) for node in nodes())
 
+    def text(amounts: dict[str, float]) -> str:
+        return ", ".join(f"{name}={amount:g}" for name, amount in amounts.items())
+
     wait_for_nodes([resources], have_come, max_wait_minutes)
     if not have_come():
-        needed = ", ".join(f"{name}={amount:g}" for name, amount in resources.items())
         largest = {name: max((node.get(name, 0.0) for node in nodes()), default=0.0) for name in resources}
         raise ValueError(
-            f"{field} = {needed}, but no node of the cluster has as much (largest: "
-            f"{', '.join(f'{name}={amount:g}' for name, amount in largest.items())}): start the nodes that are to read "
-            f"with ray start --resources, or choose other resources"
+            f"{field} = {text(resources)}, but no node of the cluster has as much (largest: {text(largest)}): start the "
+            "nodes that are to read with ray start --resources, or choose other resources"
         )
+
+
+def check_run(config: TrainingConfig, data_cpus: float, total: Mapping[str, float] | None = None) -> None:
+    """Check that there is room for the least number of workers of a run; `data_cpus` is for the largest number."""
+    workers = config.workers
+    check_resources(
+        num_workers=workers.min_workers,
+        cpus_per_worker=workers.cpus_per_worker,
+        use_gpu=workers.use_gpu,
+        data_cpus=data_cpus * workers.min_workers / workers.max_workers,
+        total=total,
+        max_wait_minutes=config.run.max_wait_minutes,
+    )
 
 
 def check_resources(

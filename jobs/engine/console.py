@@ -1,12 +1,11 @@
 """What a run says while it trains: on the terminal, in its directory, and of workers that make no step.
 
-Messages and progress of the workers go through a mailbox to the driver's terminal: with a progress bar on a terminal, as
-plain lines in a log file. Whoever looks later finds `progress.json`, which the first worker writes, and `failure.json`, which
-is written by whoever sees the failure. Neither is needed to continue a run, so that no error in writing them ends it.
+Messages and progress of the workers go through a mailbox to the driver: with a bar on a terminal, as lines in a log file.
+Whoever looks later finds `progress.json`, written by the first worker, and `failure.json`. No error in writing them ends
+a run.
 
-A worker can hang without any error: stopped by a debugger or a signal, in a read from a dead mount, or in a collective
-operation that another worker never reaches. Every worker therefore tells the driver from a thread of its own how many steps
-it has made and in which function its main thread is. A worker that is stopped tells nothing.
+A worker can hang without any error: in a read from a dead mount, or in a collective operation that another worker never
+reaches. Every worker therefore tells the driver how many steps it has made and where it is (`jobs.engine.loop.Contact`).
 
 Nothing here imports torch or Ray, because it also runs in Ray Train's controller.
 """
@@ -17,12 +16,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from tqdm import tqdm
 
+from jobs.engine.config import RunSection
 from jobs.engine.masking import printable
 from pipelines.storage import write_json
 
@@ -30,9 +31,8 @@ PROGRESS_FILE, FAILURE_FILE = "progress.json", "failure.json"
 _SECONDS_BETWEEN_NOTES = 10.0
 _MAX_CHARACTERS = 2000
 _SECONDS_BETWEEN_POLLS = 0.5
-_SECONDS_BETWEEN_SIGNS = 5.0
 _SECONDS_TO_STALL = 60.0
-_SECONDS_TO_BE_SILENT = 4 * _SECONDS_BETWEEN_SIGNS
+_SECONDS_TO_BE_SILENT = 20.0  # four times as long as between signs of life
 _MAX_WORKERS_NAMED = 8
 _OURS = str(Path(__file__).parents[2])
 
@@ -42,11 +42,18 @@ Fetched: TypeAlias = tuple[list[str], tuple[int, str] | None, dict[int, Sign]]
 """The lines that have come since the last call, the last progress, and the signs of life by rank."""
 
 
-class Mailbox:
-    """Keeps the workers' lines and their last progress until the driver fetches them, and its requests to them.
+def say_to(mailbox: Any, line: str) -> None:
+    """Print a line on the terminal that a mailbox leads to; None: on standard output."""
+    if mailbox is None:
+        print(line, flush=True)
+    else:
+        mailbox.say(line)
 
-    A worker in the driver's own process has it as its terminal; to others it is an actor of Ray
-    (`jobs.engine.ray_train.RemoteMailbox`).
+
+class Mailbox:
+    """Keeps the workers' lines and last progress until the driver fetches them, and its requests to them.
+
+    To workers in other processes it is an actor of Ray (`jobs.engine.ray_train.RemoteMailbox`).
     """
 
     def __init__(self) -> None:
@@ -93,7 +100,7 @@ class Mailbox:
 
 
 class Console:
-    """Prints the workers' messages in the driver; use it as a context around training, and pass `mailbox` to the workers."""
+    """Context manager that prints in the driver what the workers put into the mailbox."""
 
     def __init__(self, mailbox: Any, num_steps: int, *, max_stall_minutes: float = 0.0) -> None:
         self.mailbox = mailbox
@@ -144,26 +151,37 @@ class Console:
 class Progress:
     """Reports a worker's progress: step, loss, mean τ, units (tokens, pairs) per second and the remaining time.
 
-    It goes to the driver's terminal and, for whoever looks later, into the run's directory (:class:`ProgressNotes`).
+    It goes to the driver's terminal and, from time to time in the background, into the directory of the run.
     """
 
-    def __init__(
-        self, context: Any, *, num_steps: int, first_step: int, unit: str, with_lines: bool, directory: str
-    ) -> None:
+    def __init__(self, context: Any, run: RunSection, *, first_step: int, unit: str, with_lines: bool) -> None:
         self._terminal, self.say = context.terminal, context.say
-        self._num_steps = num_steps
-        self._first_step = first_step
-        self._started = time.monotonic()
-        self._unit = unit
-        self._with_lines = with_lines
-        self._notes = ProgressNotes(directory)
+        self._num_steps, self._first_step = run.num_steps, first_step
+        self._started = self._last_shown = time.monotonic()
+        self._unit, self._with_lines = unit, with_lines
+        self._uri = f"{run.directory}/{PROGRESS_FILE}"
+        self._newest: Mapping[str, Any] = {}
+        self._tau_mean: float | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="progress notes", daemon=True)
+        self._thread.start()
         if first_step:
             self.say(f"continuing after step {first_step}")
 
     def show(self, step: int, loss: float, tau_mean: float | None, units_per_second: float) -> None:
-        """Show the progress after `step` steps; `tau_mean` is None if it is not known."""
-        seconds_per_step = (time.monotonic() - self._started) / (step - self._first_step)
-        self._notes.note(step, loss=loss, tau_mean=tau_mean, seconds_per_step=seconds_per_step)
+        """Show the progress after `step` steps; if `tau_mean` is None, the last known one is noted."""
+        now = time.monotonic()
+        seconds_per_step = (now - self._started) / (step - self._first_step)
+        self._tau_mean = self._tau_mean if tau_mean is None else tau_mean
+        self._newest = {
+            "step": step,
+            "loss": loss,
+            "tau_mean": self._tau_mean,
+            "seconds_per_step": seconds_per_step,
+            "seconds_per_note": now - self._last_shown,
+            "time": time.time(),
+        }
+        self._last_shown = now
         if self._terminal is None:
             return
         tau = "" if tau_mean is None else f"  mean τ {tau_mean:.4g}"
@@ -176,48 +194,16 @@ class Progress:
 
     def close(self) -> None:
         """Write the last progress into the run's directory."""
-        self._notes.close()
-
-
-class ProgressNotes:
-    """Writes the newest progress of a run in the background, at most every `seconds_between` seconds."""
-
-    def __init__(self, directory: str, *, seconds_between: float = _SECONDS_BETWEEN_NOTES) -> None:
-        self._uri = f"{directory}/{PROGRESS_FILE}"
-        self._seconds_between = seconds_between
-        self._newest: Mapping[str, Any] | None = None
-        self._tau_mean: float | None = None
-        self._last_noted = time.monotonic()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="progress notes", daemon=True)
-        self._thread.start()
-
-    def note(self, step: int, *, loss: float, tau_mean: float | None, seconds_per_step: float) -> None:
-        """Note the state after `step` steps; if `tau_mean` is None, the last known mean temperature stays."""
-        self._tau_mean = self._tau_mean if tau_mean is None else tau_mean
-        now = time.monotonic()
-        self._newest = {
-            "step": step,
-            "loss": loss,
-            "tau_mean": self._tau_mean,
-            "seconds_per_step": seconds_per_step,
-            "seconds_per_note": now - self._last_noted,
-            "time": time.time(),
-        }
-        self._last_noted = now
-
-    def close(self) -> None:
-        """Write what is not written yet and end the thread."""
         self._stop.set()
         self._thread.join(timeout=60)
 
     def _run(self) -> None:
-        written, is_last = None, False
+        written, is_last = self._newest, False
         while not is_last:
             # The first note does not wait, so that whoever looks soon finds one.
-            is_last = self._stop.wait(self._seconds_between if written else min(1.0, self._seconds_between))
+            is_last = self._stop.wait(_SECONDS_BETWEEN_NOTES if written else 1.0)
             if (newest := self._newest) is not written:
-                _write(self._uri, newest or {})
+                _write(self._uri, newest)
                 written = newest
 
 
@@ -229,29 +215,8 @@ def note_failure(directory: str, cause: str, *, step: int, is_final: bool) -> No
 
 
 def _write(uri: str, content: Mapping[str, Any]) -> None:
-    try:
+    with suppress(OSError, ValueError):  # the storage fails; what trains reports it at the next checkpoint
         write_json(uri, content)
-    except (OSError, ValueError):
-        return  # the storage fails; what trains reports it at the next checkpoint
-
-
-class SignsOfLife:
-    """Tells the driver every few seconds from a thread where this worker's main thread is."""
-
-    def __init__(self, terminal: Any, rank: int, step: Callable[[], int]) -> None:
-        self._closed = threading.Event()
-        # Ray runs a worker's code in a thread of its own, which makes this call.
-        self._watched = threading.get_ident()
-        if terminal is not None:
-            arguments = (terminal, rank, step)
-            threading.Thread(target=self._run, args=arguments, name="signs of life", daemon=True).start()
-
-    def close(self) -> None:
-        self._closed.set()
-
-    def _run(self, terminal: Any, rank: int, step: Callable[[], int]) -> None:
-        while not self._closed.wait(_SECONDS_BETWEEN_SIGNS):
-            terminal.sign(rank, step(), place_of(self._watched))
 
 
 def place_of(thread: int) -> str:
@@ -289,16 +254,12 @@ class StallWatch:
 
 def describe_signs(signs: Mapping[int, Sign]) -> str:
     """Describe where the workers stand, those first that give no sign."""
-    silent = [
-        f"worker {rank} has given no sign for {age:.0f} s (last in {place})"
-        for rank, (_, place, age) in sorted(signs.items())
-        if age > _SECONDS_TO_BE_SILENT
-    ]
-    others = [
-        f"worker {rank} is in {place}"
-        for rank, (_, place, age) in sorted(signs.items())
-        if age <= _SECONDS_TO_BE_SILENT
-    ]
+    silent, others = [], []
+    for rank, (_, place, age) in sorted(signs.items()):
+        if age > _SECONDS_TO_BE_SILENT:
+            silent.append(f"worker {rank} has given no sign for {age:.0f} s (last in {place})")
+        else:
+            others.append(f"worker {rank} is in {place}")
     told = silent + others
     more = f"; and {len(told) - _MAX_WORKERS_NAMED} more" if len(told) > _MAX_WORKERS_NAMED else ""
     return "; ".join(told[:_MAX_WORKERS_NAMED]) + more

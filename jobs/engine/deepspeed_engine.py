@@ -51,18 +51,14 @@ Part: TypeAlias = tuple[list[ParameterGroup], TrainingConfig]
 
 
 def start_engine(module: nn.Module, parts: Sequence[Part], config: TrainingConfig) -> DeepSpeedEngine:
-    """Start DeepSpeed with AdamW for a run, or for several whose gradients are clipped by themselves.
-
-    Every group of parameters has its own learning rate, and the TempNet's group its own schedule. Under ZeRO 0, which all of
-    several runs have, gradients are clipped here: DeepSpeed does not tell their norm.
-    """
+    """Start DeepSpeed with AdamW for a run, or under ZeRO 0 for several whose gradients are clipped by themselves."""
     optimizer, scheduler = make_optimizer(parts)
     # Ray has started the workers, whatever its own processes were started by: DeepSpeed would take these for its ranks.
     for name in [name for name in os.environ if name.startswith("OMPI_COMM_WORLD_")]:
         del os.environ[name]
     settings = deepspeed_config(config)
     is_whole = config.workers.zero_stage == 0
-    if is_whole:
+    if is_whole:  # clipped here, because DeepSpeed does not tell the norm
         settings["gradient_clipping"] = 0.0
     engine, *_ = deepspeed.initialize(
         model=module, optimizer=optimizer, lr_scheduler=scheduler, config=settings, dist_init_required=False
@@ -115,10 +111,7 @@ def make_optimizer(parts: Sequence[Part]) -> tuple[AdamW, LambdaLR]:
 
 
 def whole_parameters(module: nn.Module, stage: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter and buffer of the module by name, unpartitioned and on the CPU.
-
-    Under ZeRO 3 all ranks must iterate.
-    """
+    """Yield every parameter and buffer by name, whole and on the CPU; under ZeRO 3 all ranks must iterate."""
     for name, parameter in module.named_parameters():
         if stage == 3:
             with deepspeed.zero.GatheredParameters([parameter]):
@@ -140,8 +133,7 @@ def decay_with_warmup(
     """Return a schedule: factor 0 during the rest, a linear warm-up to 1, then a decay to `final_share` at `num_steps`.
 
     The decay is half a cosine (TempNet Table 5) or linear (the slanted triangle of arXiv 1801.06146, as in DeCLUTR). In
-    the warm-up, step s, counted from the end of the rest, has the factor (s + 1)/(number of warm-up steps), so that no
-    step of the warm-up is wasted at a learning rate of 0.
+    the warm-up, step s, counted from the end of the rest, has the factor (s + 1)/(number of warm-up steps).
     """
     num_rest, num_warmup = round(rest_share * num_steps), round(warmup_share * num_steps)
     num_decay = max(1, num_steps - num_rest - num_warmup)
@@ -163,8 +155,7 @@ def decay_with_warmup(
 def keeping_settings(optimizer: Any, schedule: LambdaLR) -> Iterator[None]:
     """Keep learning rates, weight decay and all other settings while the block loads moments and the schedule's step.
 
-    A checkpoint holds the settings of the run that wrote it, which may be another run (`run.start_from`). The rates are
-    those of the schedule's step, which PyTorch sets only after the next one.
+    A checkpoint holds the settings of the run that wrote it. The rates become those of the loaded step.
     """
     settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     peaks = list(schedule.base_lrs)
@@ -178,13 +169,12 @@ def keeping_settings(optimizer: Any, schedule: LambdaLR) -> Iterator[None]:
 # ---- a pretrained model under ZeRO 3 ---------------------------------------------------------------------------------
 #
 # The model is built on the device meta. Then rank 0 reads one weight after the other, and DeepSpeed sends it to all ranks,
-# which keep their part of it, so that no process ever holds more than its part and one whole weight. Nothing is built
-# within `deepspeed.zero.Init` as a context: it divides parameters as soon as they are made, so that values which are written
-# into them later are lost, such as Transformers' initial weights (a GPT-2's first loss was 44.1 instead of 6.2).
+# which keep their part of it, so that no process ever holds more than its part and one whole weight. `deepspeed.zero.Init` as
+# a context would divide parameters as soon as they are made, and lose what Transformers writes into them later.
 
 
 def base_without_weights(place: str | Path, *, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
-    """Return a base model whose parameters are on the device meta; its buffers have the values that they get by loading."""
+    """Return a base model whose parameters are on the device meta; its buffers have their values."""
     config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
     with init_empty_weights(include_buffers=False):
         base: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
@@ -203,10 +193,7 @@ def gather_together(blocks: Iterable[nn.Module]) -> None:
 def load_partitioned(
     model: PreTrainedModel, files: WeightFiles, deepspeed_config: dict[str, Any], *, rank: int
 ) -> None:
-    """Give the parameters of a model on the device meta the values of files, divided among all ranks.
-
-    All ranks must call it. The parameters keep whether they are trained, and their dtype.
-    """
+    """Give the parameters of a model on the device meta the values of files, divided among all ranks, which all call this."""
     # Until DeepSpeed knows the process group, the configuration that `zero.Init` reads takes the world to be one process.
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     names = files.match(model)
@@ -215,15 +202,16 @@ def load_partitioned(
     stored = {id(parameter): names[name] for name, parameter in model.named_parameters()}
     filled: dict[int, nn.Parameter] = {}
     empty = list(model.parameters())  # kept, because the ids of dropped objects may be given to others
-    # One place for all whole weights, one after the other: if each had a place of its own, the parts that are kept would
-    # lie between those that are freed, and the allocator could give hardly any memory back.
+    # One place for all whole weights, one after the other: otherwise the parts that are kept would lie between those that are
+    # freed, and the allocator could give hardly any memory back.
     place = torch.empty(max(value.numel() * value.element_size() for value in empty), dtype=torch.uint8)
     for part in list(model.modules()):
         for name, parameter in list(part._parameters.items()):
             if parameter is None or id(parameter) not in stored:
                 continue
             if id(parameter) not in filled:
-                whole = _whole(parameter, place)
+                size = parameter.numel() * parameter.element_size()
+                whole = place[:size].view(parameter.dtype).view(parameter.shape)
                 if rank == 0:
                     files.read_into(stored[id(parameter)], whole)
                 filled[id(parameter)] = _divide(parameter, whole, deepspeed_config)
@@ -232,12 +220,6 @@ def load_partitioned(
     for name, buffer in model.named_buffers():
         if name in files.files:
             buffer.copy_(files.read(name))
-
-
-def _whole(parameter: nn.Parameter, place: Tensor) -> Tensor:
-    """Return a tensor with the shape and dtype of a parameter at the beginning of a place of bytes."""
-    size = parameter.numel() * parameter.element_size()
-    return place[:size].view(parameter.dtype).view(parameter.shape)
 
 
 def _divide(parameter: nn.Parameter, whole: Tensor, deepspeed_config: dict[str, Any]) -> nn.Parameter:

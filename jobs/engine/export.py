@@ -21,7 +21,7 @@ from jobs.engine.fields import resolve_fields, with_absolute_paths
 from jobs.engine.masking import masked
 from jobs.engine.resumption import FatalTrainingError, find_damage, whole_checkpoints
 from jobs.engine.task import Plan
-from jobs.engine.worker import WorkerJob, export_here
+from jobs.engine.worker import WorkerJob, train_here
 from pipelines.local_copy import local_copy
 from pipelines.storage import exists, read_json, resolve, write_json
 from tempnet.fingerprints import files_digest
@@ -45,10 +45,7 @@ _DIGEST_SIZE = 12
 
 
 def model_digest(model: str, *, trust_remote_code: bool = False) -> str:
-    """Return a digest (24 hex digits) of a model: of its name and commit if it is on the hub, else of its files.
-
-    At a URI it is the same as that of a local copy.
-    """
+    """Return a digest (24 hex digits) of a model: of its name and commit if it is on the hub, else of its files."""
     model = local_copy(model)
     if Path(model).is_dir():
         return files_digest(sorted(path for path in Path(model).iterdir() if path.is_file()))
@@ -83,10 +80,9 @@ class LateExport:
 
 def find_checkpoint(directory: str, step: int | None, output: str) -> LateExport:
     """Choose the checkpoint of a run's directory: that of a step, or the newest."""
-    kept = whole_checkpoints(directory)
-    if not kept:
+    names = {number: name for name, number in whole_checkpoints(directory).items()}
+    if not names:
         raise ValueError(f"{directory} has no checkpoint that is whole")
-    names = {number: name for name, number in kept.items()}
     chosen = max(names) if step is None else step
     if chosen not in names:
         damage = find_damage(f"{directory}/checkpoint-{chosen:08d}")
@@ -103,31 +99,25 @@ def find_checkpoint(directory: str, step: int | None, output: str) -> LateExport
 
 
 def configure(config: TrainingConfig, late: LateExport) -> TrainingConfig:
-    """Return the configuration of the run for its export: its output, no tracking, and as few workers as can be.
-
-    Under ZeRO 3, which divides the weights because they are too many for one worker, there are as many as wrote it.
-    """
-    workers = replace(
-        config.workers,
-        num_workers=late.num_writers if config.workers.zero_stage == 3 and not config.workers.local else 1,
-    )
+    """Return the configuration of the run for its export: its output, no tracking, and one worker, or all under ZeRO 3."""
+    is_divided = config.workers.zero_stage == 3 and not config.workers.local
     return replace(
         config,
         run=replace(config.run, export=late.output),
-        workers=workers,
+        workers=replace(config.workers, num_workers=late.num_writers if is_divided else 1),
         tracking=replace(config.tracking, uri="", enabled=False),
     )
 
 
 def make_late_export(plan: Plan, late: LateExport) -> None:
     """Load the checkpoint on workers, or with `workers.local` in this process, and write the export."""
-    job = WorkerJob(create_task=plan.prepare_with_room().create_task)
+    job = WorkerJob(create_task=plan.prepare_with_room().create_task, exported=late.checkpoint)
     if plan.config.workers.local:
-        result = export_here(job, plan.config, checkpoint=late.checkpoint)
+        result = train_here(job, plan.config)
     else:
         from jobs.engine.ray_train import export_with_ray
 
-        result = export_with_ray(plan.config, job, checkpoint=late.checkpoint)
+        result = export_with_ray(plan.config, job)
     if "fatal" in result:
         raise FatalTrainingError(result["fatal"])
 

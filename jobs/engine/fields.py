@@ -22,20 +22,13 @@ from jobs.engine.masking import MASK, masked
 Config = TypeVar("Config")
 
 FREE_TO_CHANGE = {"is_free_to_change": True}
-"""Metadata of a field that may change when a run is continued, such as how often it logs, or how it uses the machines.
-
-All other fields identify the run (:func:`fixed_values`).
-"""
+"""Metadata of a field that may change when a run is continued; all others identify the run (:func:`fixed_values`)."""
 PATH = {"is_path": True}
 """Metadata of a field that can hold a local path, which :func:`with_absolute_paths` makes absolute for the workers."""
 
 
 def added_later(value: Any) -> dict[str, Any]:
-    """Return the metadata of a field that earlier versions did not have, and that identifies a run.
-
-    Earlier runs behaved as if it had `value`. A run with this value therefore has the same hash as they have, and
-    continues them.
-    """
+    """Return the metadata of a field that identifies a run unless it has the value of runs from before the field."""
     return {"value_before": value}
 
 
@@ -45,18 +38,12 @@ def recorded_as(**values: str) -> dict[str, Any]:
 
 
 def none_was_recorded_as(value: Any) -> dict[str, Any]:
-    """Return the metadata of a field whose None earlier versions recorded as `value`, whatever it stands for.
-
-    Runs recorded in this way are continued and have the same hash.
-    """
+    """Return the metadata of a field whose None has the hash of a value, whatever it stands for."""
     return {"none_was_recorded_as": value}
 
 
 def stands_for(name: str) -> dict[str, str]:
-    """Return the metadata of a field that can leave its value to the machine where a run starts.
-
-    The property `name` of its section has the value, which :func:`resolve_fields` puts into the field.
-    """
+    """Return the metadata of a field that can leave its value to the machine, by a property of its section."""
     return {"stands_for": name}
 
 
@@ -67,18 +54,14 @@ def resolve_fields(config: Config) -> Config:
 
 
 def alternative(name: str) -> dict[str, str]:
-    """Return the metadata of an optional field that stands for the same as another one of its section.
-
-    A value of it on the command line makes the other one None, unless that is given too.
-    """
+    """Return the metadata of an optional field that makes another one of its section None if it is given."""
     return {"alternative": name}
 
 
 def absolute_path(value: str) -> str:
-    """Return a local path as an absolute one, because the workers have another working directory.
+    """Return a local path that exists, or a pattern (`{0..3}`, `*`), as an absolute one, for workers elsewhere.
 
-    URIs, hub names and paths that do not exist are returned unchanged, unless they are patterns (`{0..3}`, `*`). A file
-    keeps its own name even if it is a symbolic link, because the suffix tells the format.
+    A file keeps its own name even if it is a symbolic link, because the suffix tells the format.
     """
     path = Path(os.path.expanduser(value))
     if not value or "://" in value or not path.exists():
@@ -162,10 +145,7 @@ def flatten(config: Any) -> dict[str, Any]:
 
 
 def flat_fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
-    """Yield name (`section.field`), value and metadata of every field of a nested dataclass.
-
-    The value is that which the run has, also where the field leaves it to the machine.
-    """
+    """Yield name (`section.field`), value (as the run has it) and metadata of every field of a nested dataclass."""
     for item in dataclasses.fields(config):
         value = getattr(config, item.metadata.get("stands_for", item.name))
         if dataclasses.is_dataclass(value):
@@ -230,31 +210,30 @@ def check_fields(names: Iterable[str], configs: Iterable[Any]) -> None:
             raise ValueError(f"there is no field {name}: did you mean {' or '.join(near) or 'another'}?")
 
 
-def fixed_values(config: Any, *, as_earlier: bool = False) -> dict[str, Any]:
-    """Return the fields that identify a run, or a group of runs; `as_earlier`: as earlier versions recorded them.
+def fixed_values(config: Any) -> dict[str, Any]:
+    """Return the fields that identify a run: those that are neither `FREE_TO_CHANGE`, nor `added_later` and as before.
 
-    These are all that are not marked with `FREE_TO_CHANGE`, without those that are marked with `added_later` and have the
-    value that earlier runs stand for. Secrets in URIs are masked, so that they are not recorded and may be renewed.
+    Secrets in URIs are masked, so that they are not recorded and may be renewed.
     """
     return {
         name: masked(metadata.get("recorded_as", {}).get(value, value) if isinstance(value, str) else value)
-        if value is not None or not as_earlier
-        else metadata.get("none_was_recorded_as")
         for name, value, metadata in flat_fields(config)
         if not metadata.get("is_free_to_change", False) and metadata.get("value_before", _NO_VALUE) != value
     }
 
 
-def recorded_values(config: Any, *, as_earlier: bool = False) -> dict[str, Any]:
+def recorded_values(config: Any) -> dict[str, Any]:
     """Return the fields that identify a run as its `configuration.json` holds them, such as tuples as lists."""
-    values: dict[str, Any] = json.loads(json.dumps(fixed_values(config, as_earlier=as_earlier)))
+    values: dict[str, Any] = json.loads(json.dumps(fixed_values(config)))
     return values
 
 
 def configuration_hash(config: Any) -> str:
     """Return a hash (12 hex digits) of the fields that identify a run."""
-    content = json.dumps(fixed_values(config, as_earlier=True), sort_keys=True)
-    return hashlib.blake2b(content.encode(), digest_size=6).hexdigest()
+    values = fixed_values(config)
+    nones = {name: metadata.get("none_was_recorded_as") for name, _, metadata in flat_fields(config)}
+    content = {name: nones[name] if value is None else value for name, value in values.items()}
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -316,10 +295,7 @@ def _flatten(content: Mapping[Any, Any], path: str, prefix: str = "") -> Iterato
 
 
 def apply_config_file(preset: Config, values: Mapping[str, Any], path: str) -> Config:
-    """Return a preset with the fields of a file.
-
-    Of two fields that are alternatives of each other, the one that the file gives replaces the other.
-    """
+    """Return a preset with the fields of a file, of which one that is an `alternative` takes the place of the other."""
     given = {name: value for name, value in values.items() if name != PRESET}
     if hidden := [name for name, value in given.items() if MASK in str(value)]:
         raise ValueError(
@@ -338,10 +314,7 @@ def apply_config_file(preset: Config, values: Mapping[str, Any], path: str) -> C
 
 
 def save_config_file(config: Any, preset: str, path: str) -> None:
-    """Write all fields of a configuration, as they were given, as YAML that `--config` reads.
-
-    Passwords in addresses are masked, and only the user can read the file.
-    """
+    """Write all fields of a configuration, as they were given but masked, as YAML that only the user can read."""
     values = json.loads(json.dumps(masked(dataclasses.asdict(config))))  # YAML knows no tuples
     text = yaml.safe_dump({PRESET: preset, **values}, sort_keys=False, allow_unicode=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:

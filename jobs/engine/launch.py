@@ -1,8 +1,7 @@
 """Runs a plan to its end: prepares the data, opens the MLflow run, trains and writes the report.
 
 A run trains with Ray, which is started here, or with `workers.local` in this process; then nothing of Ray is imported.
-Whatever can be refused before that is refused by the configuration, by the plan, or by :func:`check_plan`, which a run and
-its `--dry-run` call alike, so that a dry run refuses exactly what the run would, and leaves nothing behind.
+What is refused before that, by the configuration, the plan or :func:`check_plan`, a `--dry-run` refuses too.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from jobs.engine.fields import configuration_hash, differences, flatten, recorde
 from jobs.engine.lease import Lease
 from jobs.engine.masking import masked
 from jobs.engine.metrics import TrackedRun, send_metrics, survive_outage
-from jobs.engine.report import verdict, verdict_metrics, verdict_rows, verdict_tags
+from jobs.engine.report import verdict, verdict_metrics, verdict_rows
 from jobs.engine.resumption import (
     CrashedTrainingError,
     FatalTrainingError,
@@ -110,7 +109,7 @@ def run_command(config: TrainingConfig, *, dry_run: bool, record_models: RecordM
 
 def print_where_to_look(outcome: Mapping[str, Any], *, results: str, commands: Sequence[Sequence[str]]) -> None:
     """Print the last lines of a job: its directories, how to open MLflow, and which commands can follow."""
-    print(f"  results   {outcome['directory']}/report ({results})")
+    print(f"  results   {outcome['directory']}/{results}")
     print(f"  model     {outcome['export']}\n")
     print("To look around, type:")
     if outcome["tracking_uri"]:
@@ -138,17 +137,15 @@ def train(
         plan: the plan of the run.
         parent_run_id: ID of the MLflow run that this run is shown under; empty for none.
         in_this_process: whether this process is the run's only worker even without `workers.local`.
-        with_progress: whether to show progress in this terminal; trials of a sweep do not.
+        with_progress: whether to show progress in this terminal.
         keep_checkpoints: whether to keep the checkpoints after the outcome is written.
-        shares_cores: whether other runs train at the same time on the same machine.
-        saves_validated: whether to write a checkpoint after every validation.
+        shares_cores, saves_validated: fields of `WorkerJob`.
         callbacks: callbacks of Ray Train.
         origin: `origin_tags` of the process that started the job; None: of this process.
         record_models: registers checkpoints and export as models in MLflow; None: no models are registered.
 
     Raises:
-        ValueError: before training starts, if the run name is taken, another driver trains this run, the cluster is too
-            small, or checkpoints exist but none is whole. Other exceptions that refuse a run are possible.
+        ValueError: before training starts, if the run is refused; other exceptions are possible.
         FatalTrainingError: if the run has failed.
         KeyboardInterrupt: on Ctrl-C; the training since the last checkpoint is lost.
     """
@@ -159,7 +156,12 @@ def train(
         record_end(config, outcome, record_models)
         print("\nThis run is finished; its results:", flush=True)
         return outcome
-    with Lease(config.run.directory), _naming_lost_cluster(config):
+    watch: AbstractContextManager[object] = nullcontext()
+    if not config.workers.local:
+        from jobs.engine.ray_failures import HeadWatch
+
+        watch = HeadWatch(config.run.directory)
+    with Lease(config.run.directory), watch:
         with preparing_here() if in_this_process else nullcontext():
             prepared = plan.prepare_with_room()
         outcome = claim_directory(config)  # only now, so that a run that cannot start does not take the name
@@ -174,19 +176,29 @@ def train(
             shares_cores=shares_cores,
             saves_validated=saves_validated,
         )
-        with mark_if_ended(tracked), _recorded_if_failed(plan, tracked, record_models):
-            result = fit(
-                config,
-                job,
-                data_cpus=plan.data_cpus,
-                in_this_process=in_this_process or config.workers.local,
-                with_progress=with_progress,
-                callbacks=callbacks,
-            )
+        with mark_if_ended(tracked):
+            try:
+                result = fit(
+                    config,
+                    job,
+                    data_cpus=plan.data_cpus,
+                    in_this_process=in_this_process or config.workers.local,
+                    with_progress=with_progress,
+                    callbacks=callbacks,
+                )
+            except FatalTrainingError as error:
+                directory = config.run.directory
+                note_failure(directory, masked(error.cause), step=registered_step(directory), is_final=True)
+                if tracked and record_models is not None:
+                    with survive_outage("the checkpoints"):
+                        record_models(config, tracked, None)
+                raise
         outcome = finish(plan, prepared, tracked, result)
-        write_outcome(outcome)
+        write_json(f"{config.run.directory}/outcome.json", outcome)  # the run is not trained again
         if not keep_checkpoints:
-            delete_checkpoints(config.run.directory)
+            filesystem, path = resolve(config.run.directory)
+            for name in found_checkpoints(config.run.directory):
+                filesystem.delete_dir(f"{path}/{name}")
         record_end(config, outcome, record_models)
         return outcome
 
@@ -196,19 +208,16 @@ def train_group(
     *,
     directory: str,
     parent_run_id: str,
-    with_progress: bool,
     origin: Mapping[str, str],
     record_models: RecordModels | None,
-) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+) -> dict[str, str]:
     """Train runs side by side to their end, or continue them. Ray must be running, and their names must be free.
 
-    The checkpoints are those of all members together, in a directory of their own beside the members' directories.
-    A member keeps configuration, report, export and outcome in its own directory, as if it had been trained alone.
+    Their common checkpoints have a directory of their own; all else lies as if every run had been trained alone.
 
     Returns:
-        Name → outcome of every member that has finished, and name → reason of every member that has failed.
+        Name → reason of every run that has failed; the others have an outcome.
     """
-    names = [plan.config.run.name for plan in plans]
     prepared = []
     for number, plan in enumerate(plans):  # what this prints is the same for all of them
         with contextlib.redirect_stdout(io.StringIO()) if number else nullcontext():
@@ -220,37 +229,29 @@ def train_group(
     # One directory deeper than runs are looked for (`jobs.runs`, `jobs.sweep`).
     config = with_fields(configs[0], {"run.name": digest, "run.storage": f"{directory}/side-by-side"})
     tracked: dict[str, TrackedRun] = {}
-    for name, plan, task in zip(names, plans, prepared, strict=True):
+    for plan, task in zip(plans, prepared, strict=True):
         claim_directory(plan.config)
         if run := record_start(plan, task, parent_run_id, origin):
-            tracked[name] = run
+            tracked[plan.config.run.name] = run
     claim_directory(config)
     create = partial(create_members, prepared[0].create_task, configs, config)
     job = WorkerJob(create_task=create, tracked_runs=tracked)
-    result = fit(config, job, data_cpus=plans[0].data_cpus, with_progress=with_progress)
-    outcomes = {}
-    for name, plan, task in zip(names, plans, prepared, strict=True):
-        if name in result["members"]:
-            found = result["members"][name] | {"unsent_metrics": result["unsent_metrics"]}
-            outcomes[name] = finish(plan, task, tracked.get(name), found)
+    result = fit(config, job, data_cpus=plans[0].data_cpus, with_progress=True)
+    finished = []
+    for plan, task in zip(plans, prepared, strict=True):
+        if found := result["members"].get(name := plan.config.run.name):
+            found |= {"unsent_metrics": result["unsent_metrics"]}
+            finished.append((plan.config, finish(plan, task, tracked.get(name), found)))
     # All at the end: a member that is finished before the others leaves a group of another digest, without checkpoints.
-    for outcome in outcomes.values():
-        write_outcome(outcome)
+    for member, outcome in finished:
+        write_json(f"{member.run.directory}/outcome.json", outcome)
     # With the record of its checkpoints: if all have failed, the same group begins again.
     filesystem, path = resolve(config.run.directory)
     filesystem.delete_dir(path)
-    for plan in plans:
-        if finished := outcomes.get(plan.config.run.name):
-            record_end(plan.config, finished, record_models)
-    return outcomes, result["failed"]
-
-
-def _naming_lost_cluster(config: TrainingConfig) -> AbstractContextManager[None]:
-    if config.workers.local:
-        return nullcontext()
-    from jobs.engine.ray_failures import naming_lost_cluster
-
-    return naming_lost_cluster(config.run.directory)
+    for member, outcome in finished:
+        record_end(member, outcome, record_models)
+    failed: dict[str, str] = result["failed"]
+    return failed
 
 
 def record_start(
@@ -302,7 +303,7 @@ def fit(
     console = Console(mailbox, run.num_steps, max_stall_minutes=run.max_stall_minutes) if mailbox else None
     with console or nullcontext():
         try:
-            with stopping_softly(ask, grace_seconds=run.grace_seconds, say=print) if ask else nullcontext():
+            with stopping_softly(ask, run.grace_seconds) if ask else nullcontext():
                 result = carry_out(config, job)
         except KeyboardInterrupt:
             if console is None or not console.stalled:
@@ -328,32 +329,12 @@ def _train_in_this_process(config: TrainingConfig, job: WorkerJob) -> dict[str, 
         raise CrashedTrainingError(f"{trace}{cause}; {describe_continuation(directory)}", cause) from error
 
 
-@contextmanager
-def _recorded_if_failed(plan: Plan, tracked: TrackedRun | None, record_models: RecordModels | None) -> Iterator[None]:
-    """Note the cause and register the checkpoints as models in MLflow if the run fails inside the block."""
-    try:
-        yield
-    except FatalTrainingError as error:
-        directory = plan.config.run.directory
-        note_failure(directory, masked(error.cause), step=registered_step(directory), is_final=True)
-        if tracked and record_models is not None:
-            with survive_outage("the checkpoints"):
-                record_models(plan.config, tracked, None)
-        raise
-
-
 def claim_directory(config: Named) -> dict[str, Any] | None:
     """Create the run's directory for this configuration, or reuse it; return the outcome if the run is finished."""
     outcome = find_outcome(config)
     create_directory(config.run.directory)
     write_json(f"{config.run.directory}/configuration.json", recorded_values(config))
     return outcome
-
-
-def delete_checkpoints(directory: str) -> None:
-    filesystem, path = resolve(directory)
-    for name in found_checkpoints(directory):
-        filesystem.delete_dir(f"{path}/{name}")
 
 
 # ---- what is refused before Ray starts -------------------------------------------------------------------------------
@@ -407,9 +388,8 @@ def find_outcome(config: Named) -> dict[str, Any] | None:
                 "configuration.json that they were made with: bring it back, delete the directory, or choose another run.name"
             )
         return None
-    held = masked(held)
-    changed = differences(held, recorded_values(config))
-    if changed and differences(held, recorded_values(config, as_earlier=True)):
+    changed = differences(masked(held), recorded_values(config))
+    if changed:
         raise ValueError(
             f"run.name = {config.run.name!r} is taken in {config.run.resolved_storage} by another configuration: "
             f"{'; '.join(changed)}. Choose another run.name, or delete {directory}"
@@ -442,27 +422,19 @@ def check_writable(field: str, uri: str) -> None:
 
 def check_room(config: TrainingConfig, data_cpus: float) -> None:
     """Check that this machine has the CPUs and GPUs of a run, if it is here that the job will start Ray."""
-    workers = config.workers
-    if workers.local:
+    if config.workers.local:
         raise ValueError("workers.local = True is for one training run: this job runs several, with Ray; leave it out")
     from jobs.engine import cluster, ray_private
 
     if cluster.starts_own_ray():
-        cluster.check_resources(
-            num_workers=workers.min_workers,
-            cpus_per_worker=workers.cpus_per_worker,
-            use_gpu=workers.use_gpu,
-            data_cpus=data_cpus * workers.min_workers / workers.max_workers,
-            total=ray_private.local_resources(),
-        )
+        cluster.check_run(config, data_cpus, total=ray_private.local_resources())
 
 
 # ---- the end of a run: it is sent to MLflow at once or, after an outage, at the next start ----------------------------
 
 
-def keep_end(config: TrainingConfig, unsent_metrics: Sequence[Sequence[Any]], *, note: str) -> None:
-    """Store what MLflow must still receive in the run's directory, until :func:`record_end` has sent it."""
-    write_json(_file(config), {"unsent_metrics": list(unsent_metrics), "note": note})
+END_FILE = "mlflow_end.json"
+"""Name of the file in a run's directory with what MLflow must still receive, until :func:`record_end` has sent it."""
 
 
 def record_end(config: TrainingConfig, outcome: Mapping[str, Any], record_models: RecordModels | None = None) -> None:
@@ -470,7 +442,7 @@ def record_end(config: TrainingConfig, outcome: Mapping[str, Any], record_models
 
     An outage of MLflow only causes a warning, and what was to be sent is kept for the next call.
     """
-    kept = read_json(_file(config))
+    kept = read_json(f"{config.run.directory}/{END_FILE}")
     if kept is None:
         return
     tracked = TrackedRun(
@@ -484,22 +456,14 @@ def record_end(config: TrainingConfig, outcome: Mapping[str, Any], record_models
             final = {f"verdict/{key}": value for key, value in verdict_metrics(outcome).items()}
             if num_retries := outcome.get("store_retries"):
                 final["store_retries"] = num_retries
-            finish_run(
-                tracked,
-                status="FINISHED",
-                artifacts=local,
-                metrics=final,
-                tags=verdict_tags(outcome) | {"batches_digest": outcome.get("batches_digest", "")},
-                note=kept["note"],
-            )
+            tags = {"batches_digest": outcome.get("batches_digest", "")}
+            if judgement := outcome.get("temperature_verdict"):
+                tags["temperature.verdict"] = judgement
+            finish_run(tracked, status="FINISHED", artifacts=local, metrics=final, tags=tags, note=kept["note"])
         if record_models is not None:
             record_models(config, tracked, outcome)
-        filesystem, path = resolve(_file(config))
+        filesystem, path = resolve(f"{config.run.directory}/{END_FILE}")
         filesystem.delete_file(path)
-
-
-def _file(config: TrainingConfig) -> str:
-    return f"{config.run.directory}/mlflow_end.json"
 
 
 def finish(plan: Plan, prepared: PreparedTask, tracked: TrackedRun | None, result: dict[str, Any]) -> dict[str, Any]:
@@ -530,14 +494,10 @@ def finish(plan: Plan, prepared: PreparedTask, tracked: TrackedRun | None, resul
         (local / "configuration.json").write_text(json.dumps(values, indent=1))
         plan.write_report(local, outcome, tracked)
     if tracked:
-        keep_end(config, unsent, note=f"```\n{plan.summary_table(outcome)}\n```")
+        end = {"unsent_metrics": unsent, "note": f"```\n{plan.summary_table(outcome)}\n```"}
+        write_json(f"{config.run.directory}/{END_FILE}", end)
     write_card(config, prepared, outcome)
     return outcome
-
-
-def write_outcome(outcome: Mapping[str, Any]) -> None:
-    """Write the outcome into the run's directory: the run is not trained again."""
-    write_json(f"{outcome['directory']}/outcome.json", outcome)
 
 
 def write_card(config: TrainingConfig, prepared: PreparedTask, outcome: Mapping[str, Any]) -> None:
@@ -561,11 +521,10 @@ def write_card(config: TrainingConfig, prepared: PreparedTask, outcome: Mapping[
 
 
 @contextmanager
-def stopping_softly(ask: Callable[[], None], *, grace_seconds: float, say: Callable[[str], None]) -> Iterator[None]:
-    """Let the first SIGTERM inside the block only ask the workers to save and stop; a second one ends the run at once.
+def stopping_softly(ask: Callable[[], None], grace_seconds: float) -> Iterator[None]:
+    """Let the first SIGTERM inside the block ask the workers to save and stop, and end the run after the grace period.
 
-    If the workers have not stopped after the grace period, the run is ended as by Ctrl-C. Outside the main thread, which
-    alone may handle signals, and without a grace period, SIGTERM means what it did before.
+    A second one ends it at once. Without a grace period, or outside the main thread, SIGTERM means what it did before.
     """
     if threading.current_thread() is not threading.main_thread() or not grace_seconds:
         yield
@@ -580,7 +539,7 @@ def stopping_softly(ask: Callable[[], None], *, grace_seconds: float, say: Calla
         if is_asked:
             raise KeyboardInterrupt
         is_asked = True
-        say(f"told to end: saving the current step, for at most {grace_seconds:g} s (run.grace_seconds)")
+        print(f"told to end: saving the current step, for at most {grace_seconds:g} s (run.grace_seconds)")
         ask()
         timer.start()
 

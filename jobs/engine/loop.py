@@ -1,13 +1,12 @@
 """The training loop that every worker runs: restore, read data, step, log, validate, save, export.
 
 It trains one run, or several side by side: runs that share data and a frozen base, each with networks of its own. Losses,
-statistics, validations, exports and MLflow runs are one per run; steps, data and checkpoints are common. A run whose loss or
-gradient is not finite fails; beside others it fails alone, is not validated or exported any more, and the others go on.
+validations, exports and MLflow runs are one per run; steps, data and checkpoints are common. A run whose loss or gradient is
+not finite fails; beside others it fails alone, and the others go on.
 
-The loop does not depend on what is trained; that is defined by the task. Nor does it depend on Ray: `WorkerContext` says
-which worker this is, and takes over its checkpoints. In every step it makes one all-reduce of four
-integers on the host (number of units, digest of the batch, requests to save and to stop). Losses stay on the device; they
-are read and checked every `run.log_every` steps, and before anything is validated or saved.
+What is trained is defined by the task, and which worker this is by `WorkerContext`. In every step there is one all-reduce of
+five integers on the host. Losses stay on the device until they are checked: every `run.log_every` steps, and before anything
+is validated or saved.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,7 +30,7 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from jobs.engine.checkpoint import RunState, check_checkpoint, load_checkpoint, read_state, save_checkpoint
-from jobs.engine.console import Progress, SignsOfLife
+from jobs.engine.console import Progress, place_of
 from jobs.engine.deepspeed_engine import gradient_norms, start_engine
 from jobs.engine.hardware import num_threads_per_worker, peak_flops_per_second, peak_memory_gib
 from jobs.engine.metrics import MetricLogger, SystemMetrics
@@ -43,12 +42,13 @@ from pipelines.store_errors import RETRIES, RetryLog
 from pipelines.stream import Batch
 
 
+@dataclass(slots=True)
 class Throughput:
     """Sums over steps: units (tokens, pairs), seconds, and the seconds of these spent waiting for data."""
 
-    def __init__(self) -> None:
-        self.seconds = self.seconds_waiting = 0.0
-        self.num_units = 0
+    seconds: float = 0.0
+    seconds_waiting: float = 0.0
+    num_units: int = 0
 
     def add(self, seconds: float, seconds_waiting: float, num_units: int) -> None:
         self.seconds += seconds
@@ -108,9 +108,7 @@ class TrainedRun:
 class TrainingLoop:
     """The training loop of one worker, with its state."""
 
-    def __init__(
-        self, job: WorkerJob, context: WorkerContext, directory: Path | None, *, reads_data: bool = True
-    ) -> None:
+    def __init__(self, job: WorkerJob, context: WorkerContext, directory: Path | None) -> None:
         self.context = context
         self.rank, self.world_size = context.rank, context.world_size
         self.task: Task = job.create_task(self.rank, self.world_size)
@@ -124,12 +122,11 @@ class TrainingLoop:
         self.num_threads = self._set_num_threads(state, shares_cores=job.shares_cores)
         self.first_step = self.step = state.step
         self.num_units, self.seconds_before = state.num_units, state.seconds_trained
-        self.stop_requests = StopRequests(context)
-        self.signs = SignsOfLife(context.terminal, self.rank, lambda: self.step)
+        self.contact = Contact(context, lambda: self.step)
         self.must_save = self.must_stop = False
         # Reading data starts before the model is built, so that the first step does not wait for data.
         size = config.optimizer.batch_size
-        if reads_data:
+        if not job.exported:
             start, stop = self.step * size, config.run.num_steps * size
             self.batches = prefetch_first(self.task.stream.batches(start, stop, in_this_process=context.reads_data))
         self.task.build(is_fresh=directory is None)
@@ -144,14 +141,8 @@ class TrainingLoop:
         self.progress: Progress | None = None
         self.system_metrics: SystemMetrics | None = None
         if self.is_first:
-            self.progress = Progress(
-                context,
-                num_steps=config.run.num_steps,
-                first_step=self.step,
-                unit=self.task.unit,
-                with_lines=not job.with_bar,
-                directory=config.run.directory,
-            )
+            unit, with_lines = self.task.unit, not job.with_bar
+            self.progress = Progress(context, config.run, first_step=self.step, unit=unit, with_lines=with_lines)
         for run, kept in zip(self.runs, state.of_runs(len(self.runs)), strict=True):
             run.validations = [Validation(step=step, scores=scores) for step, scores in kept["validations"]]
             run.best_rating, run.failure = kept["best_rating"], kept["failure"]
@@ -172,8 +163,7 @@ class TrainingLoop:
     def run(self) -> dict[str, Any]:
         """Run the remaining steps, the final validation and the export; return the outcome on rank 0, else `{}`.
 
-        Of several runs it is `members` (name → outcome) and `failed` (name → reason). Asked to stop, all ranks return
-        `{"interrupted": step}` after the checkpoint of that step.
+        Of several runs it is `members` (name → outcome) and `failed` (name → reason), if asked to stop `interrupted` (step).
         """
         config = self.config
         while self.step < config.run.num_steps:
@@ -237,8 +227,7 @@ class TrainingLoop:
 
     def close(self) -> dict[str, list[list[Any]]]:
         """Send the remaining metrics to MLflow; return run → those that could not be sent (`MetricLogger.unsent`)."""
-        self.stop_requests.close()
-        self.signs.close()
+        self.contact.close()
         if self.progress:
             self.progress.close()
         if self.system_metrics:
@@ -253,13 +242,10 @@ class TrainingLoop:
         workers = self.config.workers
         if workers.use_gpu and not workers.num_threads:
             return 0
-        own = num_threads_per_worker(
-            workers,
-            num_local_workers=self.context.local_world_size,
-            shares_cores=shares_cores,
-            # With another number of workers, the batch is divided and summed differently in any case.
-            num_kept=state.num_threads if state.world_size == self.world_size else 0,
-        )
+        # With another number of workers, the batch is divided and summed differently in any case.
+        num_kept = state.num_threads if state.world_size == self.world_size else 0
+        num_local = self.context.local_world_size
+        own = num_threads_per_worker(workers, num_local_workers=num_local, shares_cores=shares_cores, num_kept=num_kept)
         fewest = torch.tensor(own)
         dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=self.host_group)
         torch.set_num_threads(int(fewest))
@@ -267,10 +253,10 @@ class TrainingLoop:
 
     def _train_step(self, batch: Batch, *, with_statistics: bool) -> list[Statistics]:
         """Count the units of a global batch and train on this rank's part of it."""
-        requests = self.stop_requests.read()
+        requests = self.contact.read()
         counts = torch.tensor([self.task.num_units(batch), int(batch["digest"].sum()), *map(int, requests)])
         dist.all_reduce(counts, group=self.host_group)
-        self.must_save, self.must_stop = self.stop_requests.answer(counts[2:])
+        self.must_save, self.must_stop = self.contact.answer(counts[2:])
         num_units = int(counts[0])
         self.num_units += num_units
         self.batches_digest = compute_digest([self.batches_digest, int(counts[1])])
@@ -365,8 +351,7 @@ class TrainingLoop:
     def _validate(self, *, with_details: bool) -> dict[str, dict[str, Any]]:
         """Validate every run, log its scores, and export its model if it is the best so far; return name → results.
 
-        At the final validation (`with_details`) it is also exported if the task does not rate its models, and if the best
-        one is not where the run exports to, as when a continued run was given another directory.
+        The last one (`with_details`) is exported if models are not rated, or the best is not where the run exports to now.
         """
         runs = [run for run in self.runs if not run.failure]
         self.engine.eval()
@@ -399,20 +384,19 @@ class TrainingLoop:
         metrics, self.metrics_to_report = self.metrics_to_report, {}
         return metrics
 
-    def _place(self, directory: Path, number: int) -> Path:
-        """Return the directory of a checkpoint that holds what the engine does not hold of a run."""
-        return directory if self.is_alone else directory / f"member-{number:03d}"
+    def _places(self, directory: Path) -> Iterator[tuple[Task, Path]]:
+        """Yield every run's task, and the directory in a checkpoint for what the engine does not hold of it."""
+        for number, run in enumerate(self.runs):
+            yield run.task, directory if self.is_alone else directory / f"member-{number:03d}"
 
     def _save_more(self, directory: Path) -> None:
-        """Write this rank's state that the engine does not hold."""
-        for number, run in enumerate(self.runs):
-            (place := self._place(directory, number)).mkdir(exist_ok=True)
-            run.task.save(place)
+        for task, place in self._places(directory):
+            place.mkdir(exist_ok=True)
+            task.save(place)
 
     def _load_more(self, directory: Path, num_writers: int) -> None:
-        """Restore what :meth:`_save_more` wrote, whatever number of workers wrote it."""
-        for number, run in enumerate(self.runs):
-            run.task.load(self._place(directory, number), num_writers)
+        for task, place in self._places(directory):
+            task.load(place, num_writers)
 
     def _save(self) -> None:
         states = [run.state() for run in self.runs]
@@ -436,33 +420,30 @@ def seed_of(*values: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little")
 
 
-_SECONDS_BETWEEN_QUESTIONS = 0.5
+_SECONDS_BETWEEN_QUESTIONS, _QUESTIONS_BETWEEN_SIGNS = 0.5, 10
 
 
-class StopRequests:
-    """The requests that a worker knows of.
+class Contact:
+    """What this worker tells the driver from a thread of its own, where it stands, and the requests that it knows of.
 
     Only the first worker asks the terminal, in which the driver and Ray Train's controller leave requests.
     """
 
-    def __init__(self, context: WorkerContext) -> None:
-        self._is_preempted = context.is_preempted
+    def __init__(self, context: WorkerContext, step: Callable[[], int]) -> None:
+        self._context, self._step = context, step
         self._is_saving, self._is_stopping = threading.Event(), threading.Event()
         self._closed = threading.Event()
         self._is_answered = False
-        if context.rank == 0 and context.terminal is not None:
-            threading.Thread(target=self._ask, args=(context.terminal,), name="stop requests", daemon=True).start()
+        if context.terminal is not None:
+            threading.Thread(target=self._run, args=[threading.get_ident()], name="contact", daemon=True).start()
 
     def read(self) -> tuple[bool, bool, bool]:
         """Return whether a node of this run is about to be taken away, whether to save, and whether the run is to stop."""
-        is_preempted = not self._is_answered and self._is_preempted()
+        is_preempted = not self._is_answered and self._context.is_preempted()
         return is_preempted, self._is_saving.is_set(), self._is_stopping.is_set()
 
     def answer(self, num_requests: Iterable[Any]) -> tuple[bool, bool]:
-        """Return whether to save and whether to stop, which is the same on all workers.
-
-        The notice about a node reaches the workers one by one; it is answered once, when the first of them has it.
-        """
+        """Return whether to save and to stop, from the sums of what all workers read; a notice about a node counts once."""
         is_preempted, is_saving, is_stopping = (bool(number) for number in num_requests)
         self._is_answered |= is_preempted
         if is_saving:
@@ -472,10 +453,15 @@ class StopRequests:
     def close(self) -> None:
         self._closed.set()
 
-    def _ask(self, terminal: Any) -> None:
+    def _run(self, watched: int) -> None:
+        terminal, rank = self._context.terminal, self._context.rank
         num_saves: int | None = None  # requests from before this worker was started were answered by its predecessor
-        while not self._closed.wait(_SECONDS_BETWEEN_QUESTIONS):
-            if (answer := terminal.requests()) is None:
+        for turn in itertools.count(1):
+            if self._closed.wait(_SECONDS_BETWEEN_QUESTIONS):
+                return
+            if turn % _QUESTIONS_BETWEEN_SIGNS == 0:
+                terminal.sign(rank, self._step(), place_of(watched))
+            if rank or (answer := terminal.requests()) is None:
                 continue
             must_stop, asked = answer
             if num_saves is not None and asked > num_saves:
@@ -483,4 +469,3 @@ class StopRequests:
             num_saves = asked
             if must_stop:
                 self._is_stopping.set()
-                return

@@ -2,9 +2,8 @@
 
 :class:`RestartPolicy` and :class:`CheckpointRecord` run in Ray Train's controller, which does not need torch.
 
-Where the whole head is lost, Ray raises errors of many kinds. Where only the control service is lost, Ray goes on for a
-minute, in which the service may come back, and then ends its processes, the driver among them, without any exception.
-So a thread looks whether the head answers, and interrupts the run shortly before that.
+Where the head is lost, Ray raises errors of many kinds; where only its control service is, Ray ends its processes after a
+minute, the driver among them, without any exception. So a thread looks whether the head answers (:class:`HeadWatch`).
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -33,7 +31,7 @@ from ray.train import Checkpoint, FailureConfig, UserCallback
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 
 from jobs.engine.cluster import answers, starts_own_ray
-from jobs.engine.console import note_failure
+from jobs.engine.console import note_failure, say_to
 from jobs.engine.masking import masked
 from jobs.engine.ray_private import (
     DefaultFailurePolicy,
@@ -61,22 +59,14 @@ _SHARE_OF_PATIENCE, _SHARE_TO_END = 0.75, 0.15  # of the seconds until Ray ends 
 
 def as_fatal(error: TrainingFailedError, directory: str, *, max_wait_minutes: float) -> FatalTrainingError:
     """Return what a user is told of a run that Ray Train has ended, and how to continue it."""
-    cause = explain_end(error, directory, max_wait_minutes=max_wait_minutes)
-    if cause:
-        return FatalTrainingError(cause)
+    if reason := explain_storage(_failures(error, directory), directory):
+        return FatalTrainingError(reason)
+    if isinstance(error, ControllerError) and isinstance(error.controller_failure, _NOT_STARTED):
+        reason = f"{_describe_wait(error.controller_failure)} within run.max_wait_minutes = {max_wait_minutes:g}"
+        return FatalTrainingError(f"{reason}. To continue, add machines: {describe_continuation(directory)}")
     # The error holds tracebacks of the workers; what a person needs is the last line.
     cause = describe_failure(error)
     return FatalTrainingError(f"{error}\n{cause}; {describe_continuation(directory)}", cause)
-
-
-def explain_end(error: TrainingFailedError, directory: str, *, max_wait_minutes: float) -> str:
-    """Explain why :class:`RestartPolicy` did not restart the workers, and how to continue the run."""
-    if reason := explain_storage(_failures(error, directory), directory):
-        return reason
-    if isinstance(error, ControllerError) and isinstance(error.controller_failure, _NOT_STARTED):
-        reason = f"{_describe_wait(error.controller_failure)} within run.max_wait_minutes = {max_wait_minutes:g}"
-        return f"{reason}. To continue, add machines: {describe_continuation(directory)}"
-    return ""
 
 
 def _failures(error: TrainingFailedError, directory: str) -> list[BaseException]:
@@ -90,10 +80,7 @@ def _failures(error: TrainingFailedError, directory: str) -> list[BaseException]
 
 
 def describe_failure(error: TrainingFailedError) -> str:
-    """Describe in one line why a group of workers failed.
-
-    If workers died, only these are named, and not the others that failed because of them.
-    """
+    """Describe in one line why a group of workers failed; if workers died, not those that failed because of them."""
     if not isinstance(error, WorkerGroupError):
         return _first_line(error.controller_failure if isinstance(error, ControllerError) else error)
     died = {
@@ -130,8 +117,7 @@ def _found(pattern: str, text: str) -> str:
 class RestartPolicy(DefaultFailurePolicy):
     """Ray Train's restart policy, which limits the number of restarts, extended by messages and reasons to give up.
 
-    It does not restart the workers after a disk was full or a store refused to be written, since that stays so, and it
-    limits the time spent waiting for machines.
+    These are a full disk, a store that refuses to be written, and a wait for machines that takes too long.
     """
 
     def __init__(self, failure_config: FailureConfig, *, directory: str, max_wait_minutes: float, mailbox: Any) -> None:
@@ -142,11 +128,7 @@ class RestartPolicy(DefaultFailurePolicy):
         self._waiting_since: float | None = None
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
-        """Decide whether to restart the workers.
-
-        Ray Train calls this once for every failure, and while there is no room for the workers, once every
-        $RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S seconds (by default, every minute).
-        """
+        """Decide whether to restart the workers: after every failure, and every minute without room for them."""
         error = training_failed_error
         if explain_storage(_failures(error, self._directory), self._directory):
             return FailureDecision.RAISE
@@ -161,7 +143,7 @@ class RestartPolicy(DefaultFailurePolicy):
                 number = "that does not count, as a node was taken away"
             cause, step = describe_failure(error), registered_step(self._directory)
             note_failure(self._directory, masked(cause), step=step, is_final=False)
-            self._say(f"{cause}; restart {number}, from step {step}")
+            say_to(self._mailbox, f"{cause}; restart {number}, from step {step}")
         return decision
 
     def _wait(self, failure: Exception) -> FailureDecision:
@@ -171,17 +153,9 @@ class RestartPolicy(DefaultFailurePolicy):
         waited = time.monotonic() - self._waiting_since
         if waited >= self._max_wait_seconds:
             return FailureDecision.RAISE
-        self._say(
-            f"{_describe_wait(failure)} for {waited / 60:.3g} minutes now; the run waits for at most "
-            f"{self._max_wait_seconds / 60:g} (run.max_wait_minutes)"
-        )
+        told = f"{_describe_wait(failure)} for {waited / 60:.3g} minutes now; the run waits for at most"
+        say_to(self._mailbox, f"{told} {self._max_wait_seconds / 60:g} (run.max_wait_minutes)")
         return FailureDecision.RETRY
-
-    def _say(self, line: str) -> None:
-        if self._mailbox is None:
-            print(line, flush=True)
-        else:
-            self._mailbox.say(line)
 
 
 def _describe_wait(failure: Exception) -> str:
@@ -204,39 +178,16 @@ class CheckpointRecord(UserCallback):
             record_checkpoint(self._directory, name, num_kept=self._num_kept, rating=rating)
 
 
-class LostClusterError(FatalTrainingError):
-    """Ray's head, its control service or another process that the run cannot do without is lost."""
-
-
-@contextmanager
-def naming_lost_cluster(directory: str) -> Iterator[None]:
-    """Raise :class:`LostClusterError` for what a lost cluster causes inside the block, and for a loss without any error."""
-    # So long Ray's processes wait for a control service that is lost before they end themselves.
-    seconds = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60"))  # noqa: SIM112 - Ray's spelling
-    with HeadWatch(directory, patience=_SHARE_OF_PATIENCE * seconds, seconds_to_end=_SHARE_TO_END * seconds) as watch:
-        try:
-            yield
-        except BaseException as error:
-            watch.close()  # an interruption from here on would hide the error
-            message = watch.message or watch.explain(error)
-            if not message:
-                raise
-            raise LostClusterError(message) from error
-
-
 class HeadWatch:
-    """Context manager that interrupts the main thread, as Ctrl-C does, if Ray's head does not answer for some time."""
+    """Context manager that raises a FatalTrainingError for what a lost cluster causes inside its block.
 
-    def __init__(
-        self,
-        directory: str,
-        *,
-        patience: float,
-        seconds_to_end: float,
-        seconds_between_looks: float = _SECONDS_BETWEEN_LOOKS,
-    ) -> None:
-        self._directory, self._patience, self._seconds_to_end = directory, patience, seconds_to_end
-        self._seconds_between_looks = seconds_between_looks
+    If nothing says that Ray's head is lost, it interrupts the main thread after some time, as Ctrl-C does.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        # So long Ray's processes wait for a control service that is lost before they end themselves.
+        self._seconds = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60"))  # noqa: SIM112 - Ray's spelling
         self._address = ""
         self._has_no_raylet = False
         self._stop = threading.Event()
@@ -250,11 +201,10 @@ class HeadWatch:
             self._thread.start()
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._stop.set()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._stop.set()  # an interruption from here on would hide the error
+        if error is not None and (message := self.message or self.explain(error)):
+            raise FatalTrainingError(message) from error
 
     def explain(self, error: BaseException) -> str:
         """Explain an error that a lost cluster has caused, and how to continue; empty for an error of another cause."""
@@ -266,17 +216,17 @@ class HeadWatch:
         if isinstance(error, _LOST_PROCESS):
             first = (str(error).strip().splitlines() or [""])[0]
             reason = f"Ray has lost a process that the run cannot do without ({type(error).__name__}: {first})"
-            return self._note(f"{reason}. To continue, look at the nodes: {describe_continuation(self._directory)}")
+            return self._note(reason, ", look at the nodes")
         return ""
 
     def _run(self) -> None:
         answered = time.monotonic()
-        while not self._stop.wait(self._seconds_between_looks):
+        while not self._stop.wait(_SECONDS_BETWEEN_LOOKS):
             if self._is_raylet_lost():
                 break
             if not self._find_address() or answers(self._address):
                 answered = time.monotonic()
-            elif time.monotonic() - answered > self._patience:
+            elif time.monotonic() - answered > _SHARE_OF_PATIENCE * self._seconds:
                 break
         else:
             return
@@ -286,7 +236,7 @@ class HeadWatch:
         self.message = message
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         # Ray may wait for the control service while it ends the run, and would then end this process without a word.
-        if not self._stop.wait(self._seconds_to_end):
+        if not self._stop.wait(_SHARE_TO_END * self._seconds):
             from jobs.engine.command_line import FAILED, fail
 
             with suppress(SystemExit):
@@ -308,16 +258,14 @@ class HeadWatch:
         if self._has_no_raylet:
             return self._note(
                 "Ray's process on this machine that starts the workers, the raylet, was lost: it was killed, perhaps for "
-                f"lack of memory, or it crashed. To continue: {describe_continuation(self._directory)}"
+                "lack of memory, or it crashed"
             )
+        reason = f"Ray's head at {self._address} does not answer: the cluster is lost, or its control service is"
         # A Ray that the job has started itself is started by the command.
-        remedy = ":" if starts_own_ray() else ", start the cluster again:"
-        return self._note(
-            f"Ray's head at {self._address} does not answer: the cluster is lost, or its control service is. To continue"
-            f"{remedy} {describe_continuation(self._directory)}"
-        )
+        return self._note(reason, "" if starts_own_ray() else ", start the cluster again")
 
-    def _note(self, message: str) -> str:
+    def _note(self, reason: str, remedy: str = "") -> str:
+        message = f"{reason}. To continue{remedy}: {describe_continuation(self._directory)}"
         with suppress(OSError, ValueError):  # the store may be lost too
             note_failure(self._directory, masked(message), step=registered_step(self._directory), is_final=True)
         return message

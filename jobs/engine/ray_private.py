@@ -1,9 +1,7 @@
 """Everything that the jobs use of Ray beyond its public interface; nothing else here imports a private name of Ray.
 
 Each part names the behaviour of Ray 2.60 that it works around, so that it can go with a Ray that does better. Policies and
-their errors do not exist publicly at all: Ray Train has no hook that says whether workers are restarted, and its elastic
-`ScalingConfig(num_workers=(min, max))` counts what an autoscaler grants, leaves no CPUs for reading data, and may choose a
-number that does not divide the batch. torch is not imported here, because that would double the start of Ray Train's cleaner.
+their errors do not exist publicly at all. torch is not imported here: that would double the start of Ray Train's cleaner.
 """
 
 from __future__ import annotations
@@ -73,9 +71,8 @@ def is_preempted() -> bool:
 # Ray Train's cleaner: a detached actor, one for every run, that frees the reserved resources when the controller is gone.
 #
 # It asks the state API whether the controller lives. Without a dashboard nobody answers: a trial that Ray Tune stops keeps
-# its resources, and the next one waits for ever. With several clusters on a machine it asks the one that was started
-# last, which does not know the controller, and so ends a healthy run. The control service, to which its process is
-# connected anyway, knows every actor of its cluster and no other.
+# its resources for ever. With several clusters on a machine it asks the one that was started last, and ends a healthy run.
+# The control service, to which its process is connected anyway, knows every actor of its cluster and no other.
 
 
 def is_actor_alive(actor_id: str, timeout: int) -> bool:
@@ -147,8 +144,8 @@ def loopback_rendezvous() -> Any:
     return Rendezvous()
 
 
-# The first call of an actor is sent when the caller knows that the actor is alive. While it is being created, that depends on
-# one message of Ray, which was seen to stay away for good: the actor was up and idle, and the caller waited for ever.
+# The first call of an actor is sent when the caller knows that it is alive. While the actor is being created, that depends on
+# one message of Ray, which was seen to stay away for good.
 
 
 def wait_until_started(actor: Any) -> None:
@@ -161,12 +158,9 @@ def wait_until_started(actor: Any) -> None:
 
 
 def listen_on_loopback() -> None:
-    """Have Ray listen on loopback, unless RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1 asks for all addresses.
-
-    The processes that it starts read the variable; this one has read it already, when it imported Ray.
-    """
+    """Have Ray listen on loopback, unless RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1 asks for all addresses."""
     name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
-    os.environ.setdefault(name, "0")
+    os.environ.setdefault(name, "0")  # for the processes that Ray starts; this one has read it already
     ray_constants.ENABLE_RAY_CLUSTER = ray_constants.env_bool(name, False)
 
 

@@ -1,8 +1,7 @@
 """Trains with Ray Train: the trainer of a run, its workers, and how many of them there are.
 
-All workers write their parts of a checkpoint into one directory, in the background, and send their messages to the driver's
-mailbox. Ray's controller imports this module, and does not need torch, Transformers and DeepSpeed, which would cost seconds
-at every start and half a gigabyte of memory. So nothing here imports them at the top, and the job is passed as pickled bytes.
+Ray's controller imports this module, and needs neither torch nor Transformers nor DeepSpeed, which would cost seconds and
+half a gigabyte at every start. So nothing here imports them at the top, and the job is passed as pickled bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from jobs.engine.cluster import answers
 from jobs.engine.config import TrainingConfig
-from jobs.engine.console import Fetched, Mailbox
+from jobs.engine.console import Fetched, Mailbox, say_to
 from jobs.engine.ray_failures import CheckpointRecord, RestartPolicy, as_fatal
 from jobs.engine.ray_private import (
     NoopDecision,
@@ -38,7 +37,7 @@ from jobs.engine.ray_private import (
     wait_until_started,
 )
 from jobs.engine.resumption import checkpoint_name, registered_step, start_checkpoint
-from jobs.engine.worker import WorkerContext, WorkerJob, export_checkpoint, train_from_newest, worker_environment
+from jobs.engine.worker import WorkerContext, WorkerJob, train_from_newest, worker_environment
 from pipelines.storage import exists, resolve
 
 if TYPE_CHECKING:
@@ -58,37 +57,27 @@ def train_with_ray(
     trainer = _trainer(
         config,
         job,
-        checkpoint=start_checkpoint(run),
         storage=run.resolved_storage,
         name=run.name,
         failure_config=failure_config,
         callbacks=[record, *callbacks],
     )
     scaling_policy = None
+    told = {"directory": run.directory, "mailbox": job.mailbox}
     if workers.min_workers < workers.max_workers:
         scaling_policy = ElasticPolicy(
-            _scaling(config),
-            possible=config.possible_num_workers,
-            data_cpus=data_cpus,
-            directory=run.directory,
-            mailbox=job.mailbox,
+            _scaling(config), possible=config.possible_num_workers, data_cpus=data_cpus, **told
         )
-    failure_policy = RestartPolicy(
-        failure_config, directory=run.directory, max_wait_minutes=run.max_wait_minutes, mailbox=job.mailbox
-    )
+    failure_policy = RestartPolicy(failure_config, max_wait_minutes=run.max_wait_minutes, **told)
     set_policies(trainer, failure_policy=failure_policy, scaling_policy=scaling_policy)
     return _fit(trainer, config)
 
 
-def export_with_ray(config: TrainingConfig, job: WorkerJob, *, checkpoint: str) -> dict[str, Any]:
-    """Write the export of a checkpoint with workers of Ray Train, and return the result of rank 0."""
-    directory = config.run.directory
-    filesystem, path = resolve(f"{directory}/{_EXPORT_DIRECTORY}")
+def export_with_ray(config: TrainingConfig, job: WorkerJob) -> dict[str, Any]:
+    """Export a checkpoint with workers of Ray Train, and return the result of rank 0."""
+    filesystem, path = resolve(f"{config.run.directory}/{_EXPORT_DIRECTORY}")
     try:
-        trainer = _trainer(
-            config, job, checkpoint=checkpoint, only_exports=True, storage=directory, name=_EXPORT_DIRECTORY
-        )
-        return _fit(trainer, config)
+        return _fit(_trainer(config, job, storage=config.run.directory, name=_EXPORT_DIRECTORY), config)
     finally:
         if filesystem.get_file_info(path).type == FileType.Directory:
             filesystem.delete_dir(path)
@@ -104,15 +93,7 @@ def _scaling(config: TrainingConfig) -> ScalingConfig:
     )
 
 
-def _trainer(
-    config: TrainingConfig,
-    job: WorkerJob,
-    *,
-    checkpoint: str,
-    only_exports: bool = False,
-    storage: str,
-    **options: Any,
-) -> TorchTrainer:
+def _trainer(config: TrainingConfig, job: WorkerJob, *, storage: str, **options: Any) -> TorchTrainer:
     from ray.train.torch import TorchTrainer
 
     filesystem, path = resolve(storage)
@@ -122,8 +103,7 @@ def _trainer(
         train_loop_config={
             "job": cloudpickle.dumps(job),
             "directory": config.run.directory,
-            "checkpoint": checkpoint,
-            "only_exports": only_exports,
+            "checkpoint": start_checkpoint(config.run),
         },
         torch_config=loopback_rendezvous(),
         scaling_config=_scaling(config),
@@ -151,13 +131,10 @@ def _fit(trainer: TorchTrainer, config: TrainingConfig) -> dict[str, Any]:
 
 
 def run_worker(settings: dict[str, Any]) -> dict[str, Any]:
-    """Unpack the job and train to the end of the run, or write the export of the checkpoint."""
+    """Unpack the job and train to the end of the run, or export the checkpoint."""
     gc.set_threshold(100_000)  # as `jobs.engine.command_line.run_job` does
-    job, directory, checkpoint = cloudpickle.loads(settings["job"]), settings["directory"], settings["checkpoint"]
-    context = ray_context(job, directory)
-    if settings["only_exports"]:
-        return export_checkpoint(job, context, checkpoint=checkpoint)
-    return train_from_newest(job, context, directory=directory, checkpoint=checkpoint)
+    job, directory = cloudpickle.loads(settings["job"]), settings["directory"]
+    return train_from_newest(job, ray_context(job, directory), directory=directory, checkpoint=settings["checkpoint"])
 
 
 def ray_context(job: WorkerJob, run_directory: str) -> WorkerContext:
@@ -183,10 +160,7 @@ def ray_context(job: WorkerJob, run_directory: str) -> WorkerContext:
 
 
 class RemoteMailbox:
-    """A `jobs.engine.console.Mailbox` in a small Ray actor, as the driver, the controller and the workers reach it.
-
-    Ray's own forwarding of worker output would mix it with the log messages of every library.
-    """
+    """A `jobs.engine.console.Mailbox` in a small Ray actor, as the driver, the controller and the workers reach it."""
 
     def __init__(self) -> None:
         mailbox: Any = ray.remote(Mailbox)
@@ -266,9 +240,8 @@ class RayReport:
 
 # ---- how many workers a run has --------------------------------------------------------------------------------------
 #
-# Ray Train restarts the workers with another number when it is told to. They go on from the last checkpoint, and every number
-# of workers trains on the same batches. Ray's own policy is not used: it counts what Ray's autoscaler grants, leaves no CPUs
-# for reading data, may choose a number that does not divide the batch, and restarts without a new checkpoint.
+# Ray Train restarts the workers with another number when it is told to. Ray's own policy is not used: it counts what an
+# autoscaler grants, leaves no CPUs for reading data, may choose a number that does not divide the batch, and saves nothing.
 
 # The workers of a node that goes down may fail before the node's own process ends.
 _SECONDS_TO_SETTLE = 3.0
@@ -282,13 +255,7 @@ class ElasticPolicy(ScalingPolicy):
     """
 
     def __init__(
-        self,
-        scaling_config: ScalingConfig,
-        *,
-        possible: Sequence[int],
-        data_cpus: float,
-        directory: str,
-        mailbox: Any,
+        self, scaling_config: ScalingConfig, *, possible: Sequence[int], data_cpus: float, directory: str, mailbox: Any
     ) -> None:
         super().__init__(scaling_config)  # type: ignore[arg-type]  # Ray annotates the class of Train V2
         self._possible = list(possible)
@@ -314,7 +281,8 @@ class ElasticPolicy(ScalingPolicy):
             fitting = [number for number in fitting if number < self._attempted] or fitting
         number = fitting[-1] if fitting else self._possible[0]
         if number != (self._attempted or self._running or self._possible[-1]):
-            self._say(f"the cluster has room for {room} of {self._possible[-1]} workers: the run goes on with {number}")
+            most = self._possible[-1]
+            say_to(self._mailbox, f"the cluster has room for {room} of {most} workers: the run goes on with {number}")
         self._attempted, self._failed_at, self._running, self._step_before_growth = number, None, 0, None
         return self._resize(number)
 
@@ -335,7 +303,10 @@ class ElasticPolicy(ScalingPolicy):
                 self._mailbox.ask_to_save()
         if step == self._step_before_growth:
             return NoopDecision()
-        self._say(f"the cluster has room for {number} workers: the run grows from {self._running}, from step {step}")
+        say_to(
+            self._mailbox,
+            f"the cluster has room for {number} workers: the run grows from {self._running}, from step {step}",
+        )
         self._attempted, self._running, self._step_before_growth = number, 0, None
         return self._resize(number)
 
@@ -370,12 +341,6 @@ class ElasticPolicy(ScalingPolicy):
 
     def _resize(self, number: int) -> ResizeDecision:
         return ResizeDecision(num_workers=number, resources_per_worker=self._resources)
-
-    def _say(self, line: str) -> None:
-        if self._mailbox is None:
-            print(line, flush=True)
-        else:
-            self._mailbox.say(line)
 
 
 def answering_nodes() -> list[dict[str, Any]]:

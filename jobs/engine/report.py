@@ -1,8 +1,7 @@
 """What a finished run reports: a verdict on its temperatures, its results as text, its curves and histograms, and pages.
 
-The verdict says whether a learned temperature is useful, the same in the report, the outcome and MLflow. On held-out data, by
-the loss that it was trained with, the TempNet is compared with two rivals: the best constant τ and MeanShift
-(`tempnet.baselines`). The report shows the learned temperatures shuffled over the tokens, too, where they are known.
+On held-out data, by the loss that it was trained with, the TempNet is compared with two rivals: the best constant τ and
+MeanShift (`tempnet.baselines`). The report shows the learned temperatures shuffled over the tokens, too, if they are known.
 """
 
 from __future__ import annotations
@@ -55,17 +54,13 @@ def verdicts(outcome: Mapping[str, Any]) -> dict[str, str]:
     if (loss := outcome.get("judged_by")) is None:
         return {}
     found = {}
-    for kind in _kinds(outcome):
+    for kind in [kind for kind in _KINDS if f"{kind}/{loss}/loss" in outcome["rivals"]] or [""]:
         judge = f"{kind}/{loss}" if kind else loss
         unbeaten = [name for constant, name in _CONSTANTS.items() if not beats(outcome["rivals"], judge, constant)]
         found[kind] = f"does not beat {' nor '.join(unbeaten)}" if unbeaten else _BEST
         if is_constant(outcome["validation"], kind):
             found[kind] = "is constant"
     return found
-
-
-def _kinds(outcome: Mapping[str, Any]) -> list[str]:
-    return [kind for kind in _KINDS if f"{kind}/{outcome['judged_by']}/loss" in outcome["rivals"]] or [""]
 
 
 def verdict(outcome: Mapping[str, Any]) -> str | None:
@@ -84,12 +79,6 @@ def _learner(outcome: Mapping[str, Any], kind: str) -> str:
     if outcome.get("judged_on") == "training":
         return f"the stored τ of {_KINDS[kind][0]}"
     return f"the {_KINDS[kind][1]} TempNet" if kind else "the TempNet"
-
-
-def verdict_tags(outcome: Mapping[str, Any]) -> dict[str, str]:
-    """Return the MLflow tag `temperature.verdict`; empty for a run that trains no TempNet."""
-    judgement = outcome.get("temperature_verdict")
-    return {"temperature.verdict": judgement} if judgement else {}
 
 
 def verdict_metrics(outcome: Mapping[str, Any]) -> dict[str, float]:

@@ -1,8 +1,7 @@
 """Chooses the checkpoint that a run continues from, its own or another run's: the newest that is whole.
 
-The checkpoints' own directories decide. `checkpoints.json` in the run's directory only notes which checkpoints were
-finished by all workers, so that one which is damaged later is told from an upload that never ended. A damaged checkpoint
-costs the steps since the previous one.
+The checkpoints' own directories decide. `checkpoints.json` in the run's directory only notes which ones were finished by all
+workers, so that one which is damaged later is told from an upload that never ended.
 
 What a failed run says of its end is here, too: a full or lost disk, a store that refuses to be written, how the run goes on.
 """
@@ -21,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyarrow.fs import FileSelector, FileSystem, FileType, LocalFileSystem
+from pyarrow.fs import FileSelector, FileType
 
 from jobs.engine import FailedError
 from jobs.engine.config import RunSection, TrainingConfig
 from jobs.engine.fields import differences, may_differ, recorded_values
 from pipelines.storage import read_json, relative, resolve, write_json
-from pipelines.store_errors import RefusedWriteError, explain_write
+from pipelines.store_errors import RefusedWriteError
 
 RECORD_FILE = "checkpoints.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -67,18 +66,17 @@ def find_resumption(directory: str, known_damage: Mapping[str, str]) -> Resumpti
 
     An unfinished upload, which was never recorded, is not an error: a run that has no other checkpoint starts at step 0.
     """
-    recorded, problem = _read_record(directory)
-    names = sorted(found_checkpoints(directory) | recorded, key=_step)
+    recorded = _read_record(directory)
+    names = sorted(found_checkpoints(directory) | (recorded or set()), key=_step)
     damage = {name: known_damage.get(name) or find_damage(f"{directory}/{name}") for name in names}
     whole = [name for name in names if not damage[name]]
     # Damaged checkpoints that are older and not recorded are those that were being deleted when the run ended.
-    told = [
-        name for name in names if damage[name] and (name in recorded or not whole or _step(name) > _step(whole[-1]))
-    ]
+    newest = _step(whole[-1]) if whole else -1
+    told = [name for name in names if damage[name] and (name in (recorded or ()) or _step(name) > newest)]
     notes = [f"{name} cannot be used: {damage[name]}" for name in told]
-    if problem:
-        notes.append(f"{RECORD_FILE} {problem}: the checkpoints' own directories decide")
-    if not whole and (recorded or problem):
+    if recorded is None:
+        notes.append(f"{RECORD_FILE} is damaged: the checkpoints' own directories decide")
+    if not whole and recorded != set():
         raise ValueError(
             f"no checkpoint in {directory} is whole. {'. '.join(notes)}. Bring one back from a copy, or begin again at "
             f"step 0: delete {RECORD_FILE} and all checkpoints there"
@@ -87,10 +85,7 @@ def find_resumption(directory: str, known_damage: Mapping[str, str]) -> Resumpti
 
 
 def record_checkpoint(directory: str, name: str, *, num_kept: int, rating: float | None = None) -> None:
-    """Note that all workers have written a checkpoint, and delete those that are not kept any more.
-
-    The newest are kept, and the best one: the last that had a higher rating than all before it.
-    """
+    """Note that all workers have written a checkpoint; delete all but the newest ones and the one of the highest rating."""
     best = _read_best(directory)
     if rating is not None and (not best or rating > best["rating"]):
         best = {"name": name, "rating": rating}
@@ -112,10 +107,9 @@ def write_record(directory: str, checkpoints: Sequence[str], best: Mapping[str, 
 
 
 def _read_best(directory: str) -> Mapping[str, Any] | None:
-    try:
+    with suppress(ValueError):
         return (read_json(f"{directory}/{RECORD_FILE}") or {}).get("best")
-    except ValueError:
-        return None
+    return None
 
 
 def best_checkpoint(directory: str) -> str:
@@ -127,38 +121,32 @@ def best_checkpoint(directory: str) -> str:
 
 def registered_step(directory: str) -> int:
     """Return the step of the last checkpoint that all workers have written; 0 if there is none."""
-    return max(map(_step, _read_record(directory)[0]), default=0)
+    return max(map(_step, _read_record(directory) or ()), default=0)
 
 
 def found_checkpoints(directory: str) -> set[str]:
     """Return the names of the checkpoint directories that exist, whether or not the checkpoints are whole."""
     filesystem, path = resolve(directory)
     entries = filesystem.get_file_info(FileSelector(path, allow_not_found=True))
-    return {
-        entry.base_name for entry in entries if entry.type == FileType.Directory and _NAME.fullmatch(entry.base_name)
-    }
+    names = {entry.base_name for entry in entries if entry.type == FileType.Directory}
+    return {name for name in names if _NAME.fullmatch(name)}
 
 
 def _step(name: str) -> int:
     return int(name.removeprefix("checkpoint-"))
 
 
-def _read_record(directory: str) -> tuple[set[str], str]:
-    """Return the checkpoints that the record names, and what is wrong with the file (empty if nothing)."""
-    try:
+def _read_record(directory: str) -> set[str] | None:
+    """Return the checkpoints that the record names, if there is one; None if it is damaged."""
+    with suppress(ValueError, KeyError, TypeError):
         record = read_json(f"{directory}/{RECORD_FILE}")
         names = [] if record is None else record["checkpoints"]
-        return {name for name in names if _NAME.fullmatch(name)}, ""
-    except (ValueError, KeyError, TypeError):
-        return set(), "is damaged"
+        return {name for name in names if _NAME.fullmatch(name)}
+    return None
 
 
 def start_checkpoint(run: RunSection) -> str:
-    """Return the path or URI of the checkpoint that a run starts from (`run.start_from`); empty if it starts at step 0.
-
-    Everything else is as if the other run had been continued: weights, moments, per-sample state, the step of the
-    schedules, and the place in the data.
-    """
+    """Return the path or URI of the checkpoint that a run starts from (`run.start_from`); empty if it starts at step 0."""
     name = run.start_from.rpartition("@")[0]
     return f"{run.resolved_storage}/{name}/{checkpoint_name(run.start_step)}" if name else ""
 
@@ -190,9 +178,8 @@ def check_start(config: TrainingConfig) -> None:
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
 #
-# Every worker adds to a checkpoint a list of the files of its part. The checkpoint is whole if the lists of all its workers
-# exist and belong to one group of workers, and every listed file exists as listed. The driver compares names and sizes
-# before it starts any workers; each worker compares the digests of the part that it is about to read anyway.
+# Every worker adds to a checkpoint a list of the files of its part. The checkpoint is whole if the lists of all workers of
+# one group exist, and every listed file as listed. The driver compares names and sizes, the workers compare digests.
 
 _NUM_READERS = 16
 
@@ -214,10 +201,7 @@ def write_file_list(directory: Path, *, rank: int, world_size: int, group: str) 
 
 
 def count_writers(uri: str) -> int:
-    """Return how many workers wrote the whole checkpoint at a path or URI.
-
-    Its directory may hold more parts: those that a group of another size had written when it was killed at the same step.
-    """
+    """Return how many workers wrote the whole checkpoint at a path or URI, which may hold parts of a larger group, too."""
     listed = read_json(f"{uri}/{list_name(0)}")
     if listed is None:
         raise FileNotFoundError(f"{uri} holds no {list_name(0)}, the list of files of a checkpoint's first worker")
@@ -262,8 +246,7 @@ def find_damage(uri: str) -> str:
 def find_changed_file(directory: Path, *, rank: int, world_size: int) -> str:
     """Describe the first file of this worker's share whose digest differs from its list; empty if none does.
 
-    Together the workers check everything: worker r checks the parts of the writers r, r + world size and so on. If as
-    many workers read as wrote, each thus checks the part that it is about to load.
+    Worker r checks the parts of the writers r, r + world size and so on.
     """
     try:
         num_writers = json.loads((directory / list_name(0)).read_bytes())["world_size"]
@@ -322,30 +305,22 @@ def naming_full_disk(path: Path | str) -> Iterator[None]:
         raise
 
 
-def _no_room_number(error: BaseException | None) -> int:
-    """Return the operating system's error number if an error was caused by a full or lost disk, else 0."""
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those that it comes from; torch raises another error while it handles the original one."""
     while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _no_room_number(failure: BaseException) -> int:
+    """Return the operating system's error number if an error was caused by a full or lost disk, else 0."""
+    for error in _causes(failure):
         if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in _NO_ROOM | _NO_STORAGE):
             return error.errno or 0
         for number in _NO_ROOM | _NO_STORAGE:
             if f"(os error {number})" in str(error):  # format of safetensors, which is written in Rust
                 return number
-        error = error.__cause__ or error.__context__  # torch raises another error while it handles the original one
     return 0
-
-
-@contextmanager
-def naming_refused_write(filesystem: FileSystem, path: str) -> Iterator[None]:
-    """Convert the error of an object store that lets nothing be written inside the block."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(filesystem, LocalFileSystem):
-            raise
-        explained = explain_write(error, f"{filesystem.type_name}://{path}")
-        if isinstance(explained, RefusedWriteError):
-            raise explained from error
-        raise
 
 
 def explain_storage(failures: Iterable[BaseException], directory: str) -> str:
@@ -354,13 +329,10 @@ def explain_storage(failures: Iterable[BaseException], directory: str) -> str:
         if number := _no_room_number(failure):
             reason = f"{os.strerror(number)}: {getattr(failure, 'filename', None) or directory}"
             remedy = "make room there" if number in _NO_ROOM else "see that it can be written again"
+        elif refused := [cause for cause in _causes(failure) if isinstance(cause, RefusedWriteError)]:
+            reason, remedy = str(refused[0]), "see to that"
         else:
-            cause: BaseException | None = failure
-            while cause is not None and not isinstance(cause, RefusedWriteError):
-                cause = cause.__cause__ or cause.__context__
-            if cause is None:
-                continue
-            reason, remedy = str(cause), "see to that"
+            continue
         is_there = not number or number in _NO_ROOM | {errno.EROFS}
         return f"{reason}. To continue, {remedy}: {describe_continuation(directory) if is_there else _FROM_THE_LAST}"
     return ""

@@ -1,7 +1,6 @@
 """A kind of training: what it is on the driver (`Plan`) and on a worker (`Task`), with what all kinds have in common.
 
-The driver holds a `Plan`. After the data are prepared, it sends a `CreateTask` to the workers, each of which calls it to
-create its `Task`. A kind of training derives from both and adds what is special to it.
+After the driver's `Plan` has prepared the data, every worker gets a `CreateTask`, by which it creates its `Task`.
 """
 
 from __future__ import annotations
@@ -88,20 +87,15 @@ class RhoSteering:
             self._controller = RhoController(rho, target=target, limit=limit, gain=gain)
 
     def follows(self, optimizer: Optimizer, run: int = 0) -> bool:
-        """Return whether to :meth:`observe` the coming step of a run: it has a target, and its TempNet does not rest.
-
-        While its learning rate is 0, no ρ changes a temperature, and the controller's integral would grow to no
-        purpose.
-        """
+        """Return whether to :meth:`observe` the coming step of a run: it has a target, and its TempNet does not rest."""
         own = [group for group in optimizer.param_groups if group.get("run", 0) == run]
         return self._controller is not None and any(group["lr"] for group in own if group.get("name") == "tempnet")
 
     def observe(self, tau: Tensor, slope: Tensor) -> None:
         """Update ρ from the temperatures of a step, and set the loss's ρ for the next one. All ranks must call this.
 
-        A temperature near an end of its range hardly responds to its slope, because τ is a sigmoid of the network's
-        score s. Slopes are therefore averaged with the weights dτ/ds ∝ (τ − τ₀)(τ_max − τ), by which τ responds to the
-        score; this weighted mean is the push on all scores.
+        τ is a sigmoid of the network's score s, and near an end of its range hardly responds to its slope. Slopes are
+        therefore averaged with the weights dτ/ds ∝ (τ − τ₀)(τ_max − τ).
         """
         assert self._controller is not None
         low, high = self._tau_range
@@ -123,10 +117,7 @@ class RhoSteering:
             (directory / _STATE_FILE).write_text(json.dumps(self._controller.state()))
 
     def load(self, directory: Path) -> None:
-        """Restore the controller's state from a checkpoint directory, and set the loss's ρ.
-
-        A run that starts from one whose ρ was constant finds no state, and adjusts ρ from its own.
-        """
+        """Restore the controller's state, unless it is of a run whose ρ was constant, and set the loss's ρ."""
         if self._controller and (file := directory / _STATE_FILE).exists():
             self._controller.restore(json.loads(file.read_text()))
             self._apply(self._controller.rho)
@@ -259,18 +250,14 @@ class Task(ABC, Generic[Config]):
 CreateTask: TypeAlias = Callable[[int, int], Task]
 """A function that creates the task on a worker from its rank and the number of workers, such as a `functools.partial`.
 
-The driver sends it to the workers. It must be fast, because reading data starts only afterwards, and it imports the
-task's module itself, because that loads DeepSpeed, which the driver does not need.
+It must be fast, because reading data starts only afterwards, and it imports the task's module itself, which loads DeepSpeed.
 """
 
 
 def create_members(
     create_task: CreateTask, configs: Sequence[TrainingConfig], group: TrainingConfig, rank: int, world_size: int
 ) -> Task:
-    """Create the task of several runs that train side by side, with the configuration of their group, on a worker.
-
-    It is that of any of them, which makes those of the others when it is built.
-    """
+    """Create the task of several runs that train side by side: that of any of them, which makes the others later."""
     created = create_task(rank, world_size)
     task: Any = created
     micro_batch_size = created.config.optimizer.micro_batch_size  # which the task may have chosen by its free memory
@@ -376,18 +363,11 @@ class Plan(ABC, Generic[Config]):
 
     def prepare_with_room(self) -> PreparedTask:
         """Prepare the data, as soon as it is certain that Ray has room for the run; it is started if the run needs it."""
-        workers = self.config.workers
-        if not workers.local:
+        if not self.config.workers.local:
             from jobs.engine import cluster
 
             cluster.start_ray()
-            cluster.check_resources(
-                num_workers=workers.min_workers,
-                cpus_per_worker=workers.cpus_per_worker,
-                use_gpu=workers.use_gpu,
-                data_cpus=self.data_cpus * workers.min_workers / workers.max_workers,
-                max_wait_minutes=self.config.run.max_wait_minutes,
-            )
+            cluster.check_run(self.config, self.data_cpus)
         return self.prepare()
 
     def rows(self, outcome: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -399,10 +379,7 @@ class Plan(ABC, Generic[Config]):
         return results(self.rows(outcome), outcome, self.unit)
 
     def write_report(self, directory: Path, outcome: Mapping[str, Any], tracked: TrackedRun | None) -> None:
-        """Write the plots and pages of a finished run into a directory; `tracked` is None if the run is not logged.
-
-        These are `histogram.png`, if temperatures differ, and `curves.png`, if the run is logged to MLflow.
-        """
+        """Write `histogram.png`, if temperatures differ, and `curves.png`, if the run is logged, into a directory."""
         if outcome.get("histograms"):
             draw_histogram(directory / "histogram.png", outcome, band=self.band)
         if tracked and self.curves:
@@ -430,19 +407,11 @@ def with_and_without_decay(groups: list[ParameterGroup], weight_decay: float) ->
     """Return groups for a PyTorch optimizer, without weight decay for vectors and scalars (biases, norms, φ, b, w3)."""
     result = []
     for group in groups:
-        for decay, members in (
-            (weight_decay, [parameter for parameter in group["parameters"] if len(whole_shape(parameter)) >= 2]),
-            (0.0, [parameter for parameter in group["parameters"] if len(whole_shape(parameter)) < 2]),
-        ):
+        for is_matrix in (True, False):
+            members = [one for one in group["parameters"] if (len(whole_shape(one)) >= 2) == is_matrix]
+            own = {"name": group["name"], "params": members, "lr": group["learning_rate"]}
             if members:
-                result.append(
-                    {
-                        "name": group["name"],
-                        "params": members,
-                        "lr": group["learning_rate"],
-                        "weight_decay": decay,
-                    }
-                )
+                result.append({**own, "weight_decay": weight_decay if is_matrix else 0.0})
     return result
 
 

@@ -1,6 +1,6 @@
 """What a worker of a run does, and what it knows of the processes around it; nothing here needs Ray.
 
-`jobs.engine.ray_train` runs :func:`train_from_newest` in every worker of Ray Train, and :func:`train_here` in this process.
+:func:`train_from_newest` is called in every worker of Ray Train (`jobs.engine.ray_train`), or by :func:`train_here`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jobs.engine.console import say_to
 from jobs.engine.resumption import (
     FatalTrainingError,
     checkpoint_name,
@@ -30,9 +31,8 @@ if TYPE_CHECKING:  # the driver needs neither DeepSpeed nor MLflow for these
     from jobs.engine.task import CreateTask
 
 # Set for workers that compute on CPUs. Ray runs their code in a thread, where glibc returns every freed megabyte to the
-# kernel and gets it back as zeroed pages, which costs a small step at least a quarter of its time (benchmarks/README.md).
-# A single arena that keeps its memory avoids this. TORCHDYNAMO_DISABLE is set unless blocks are compiled, because DeepSpeed
-# imports its Muon optimizer in any case, which would load torch's compiler and delay every start by a second or more.
+# kernel, which costs a small step a quarter of its time (benchmarks/README.md); a single arena keeps its memory.
+# TORCHDYNAMO_DISABLE keeps DeepSpeed's Muon optimizer from loading torch's compiler, which takes a second or more.
 CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "MALLOC_ARENA_MAX": "1",
@@ -74,10 +74,7 @@ class WorkerContext:
 
     def say(self, line: str) -> None:
         """Print one line on the terminal."""
-        if self.terminal is None:
-            print(line, flush=True)
-        else:
-            self.terminal.say(line)
+        say_to(self.terminal, line)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +92,13 @@ class WorkerJob:
     """Whether to write a checkpoint after every validation, so that whoever ends the run early loses no step."""
     shares_cores: bool = False
     """Whether other runs train at the same time on the same machine."""
+    exported: str = ""
+    """Path or URI of a checkpoint that is only loaded and exported; empty: the run is trained."""
 
 
 def worker_environment(config: TrainingConfig) -> dict[str, str]:
     """Return the environment variables of a training worker."""
-    # DeepSpeed compiles small extensions with ninja, which is installed beside the Python interpreter and may not be on
-    # the PATH.
+    # DeepSpeed compiles with ninja, which is installed beside the Python interpreter and may not be on the PATH.
     environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"}
     if not config.workers.use_gpu:
         environment |= {"DS_ACCELERATOR": "cpu", **CPU_ENVIRONMENT}
@@ -112,10 +110,7 @@ def worker_environment(config: TrainingConfig) -> dict[str, str]:
 
 
 def import_deepspeed() -> None:
-    """Import DeepSpeed without MLflow, which its autotuner imports: no worker needs that, or not before its first steps.
-
-    The import takes a second or more and 100 MB.
-    """
+    """Import DeepSpeed without MLflow, which its autotuner imports in a second or more and no worker needs so soon."""
     if "mlflow" in sys.modules:
         return
     sys.modules["mlflow"] = None  # type: ignore[assignment]  # `import mlflow` raises ImportError, which DeepSpeed expects
@@ -131,6 +126,8 @@ def train_from_newest(job: WorkerJob, context: WorkerContext, *, directory: str,
     A run that has none begins with `checkpoint`, or at step 0 if that is empty. Rank 0 gets the outcome of the run, and every
     rank `{"fatal": message}` if the run must not be restarted.
     """
+    if job.exported:
+        return _train(job, context, checkpoint=job.exported, is_own=False)
     damaged: dict[str, str] = {}
     while True:
         own, problem = context.agree(_choose(directory, damaged, context) if context.rank == 0 else ("", ""))
@@ -155,7 +152,7 @@ def _choose(directory: str, damaged: dict[str, str], context: WorkerContext) -> 
 
 
 def _train(job: WorkerJob, context: WorkerContext, *, checkpoint: str, is_own: bool) -> dict[str, Any]:
-    """Train to the end of the run; return also `{"damaged": {checkpoint: message}}` if one of its own is damaged."""
+    """Train to the end of the run, or export; return `{"damaged": {checkpoint: message}}` if one of its own is damaged."""
     import_deepspeed()
     from jobs.engine.checkpoint import DamagedCheckpointError
     from jobs.engine.loop import TrainingLoop
@@ -168,6 +165,9 @@ def _train(job: WorkerJob, context: WorkerContext, *, checkpoint: str, is_own: b
             except ValueError as error:  # what the run is given does not fit, which no restart changes
                 return {"fatal": str(error)}
         try:
+            if job.exported:
+                loop.task.export()
+                return {}
             outcome = loop.run()
         finally:
             unsent = loop.close()
@@ -180,22 +180,6 @@ def _train(job: WorkerJob, context: WorkerContext, *, checkpoint: str, is_own: b
         return {"damaged": {checkpoint.rpartition("/")[2]: str(error)}}
 
 
-def export_checkpoint(job: WorkerJob, context: WorkerContext, *, checkpoint: str) -> dict[str, Any]:
-    """Load a checkpoint and write the task's export; return `{"fatal": message}` if the checkpoint cannot be used."""
-    import_deepspeed()
-    from jobs.engine.checkpoint import DamagedCheckpointError
-    from jobs.engine.loop import TrainingLoop
-
-    try:
-        with shared_copy(checkpoint) as directory:
-            loop = TrainingLoop(job, context, Path(directory), reads_data=False)
-        loop.task.export()
-        loop.close()
-    except (FatalTrainingError, DamagedCheckpointError) as error:
-        return {"fatal": str(error)}
-    return {}
-
-
 # ---- in this process -------------------------------------------------------------------------------------------------
 
 
@@ -204,18 +188,6 @@ def train_here(job: WorkerJob, config: TrainingConfig, report: Callable[..., Non
 
     Where PyTorch's default process group exists already, all its processes call this and are the workers of the run.
     """
-    context = _context_here(job, config, report)
-    run = config.run
-    return train_from_newest(job, context, directory=run.directory, checkpoint=start_checkpoint(run))
-
-
-def export_here(job: WorkerJob, config: TrainingConfig, *, checkpoint: str) -> dict[str, Any]:
-    """Write the export of a checkpoint in this process; see :func:`export_checkpoint`."""
-    return export_checkpoint(job, _context_here(job, config, None), checkpoint=checkpoint)
-
-
-def _context_here(job: WorkerJob, config: TrainingConfig, report: Callable[..., None] | None) -> WorkerContext:
-    """Return the context of this process, with a process group of its own unless it has one."""
     os.environ |= {"DEEPSPEED_LOG_LEVEL": "ERROR", **worker_environment(config)}
     import torch.distributed as dist
     from transformers.utils import logging
@@ -226,7 +198,7 @@ def _context_here(job: WorkerJob, config: TrainingConfig, report: Callable[..., 
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # DeepSpeed reads them
         backend = "nccl" if config.workers.use_gpu else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # which listens on no port
-    return WorkerContext(
+    context = WorkerContext(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         local_world_size=dist.get_world_size(),
@@ -235,6 +207,7 @@ def _context_here(job: WorkerJob, config: TrainingConfig, report: Callable[..., 
         terminal=job.mailbox,
         reads_data=True,
     )
+    return train_from_newest(job, context, directory=config.run.directory, checkpoint=start_checkpoint(config.run))
 
 
 def agree(value: Any) -> Any:

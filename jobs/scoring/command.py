@@ -31,7 +31,7 @@ def run_training(
 
     outcome = run_command(config, dry_run=dry_run, record_models=record_models)
     if outcome is not None:
-        print_where_to_look(outcome, results=results, commands=commands(config, outcome["export"]))
+        print_where_to_look(outcome, results=f"report ({results})", commands=commands(config, outcome["export"]))
     return 0
 
 

@@ -257,11 +257,10 @@ def _run_side_by_side(
             continue
         print(f"{len(group)} networks train side by side on one base", flush=True)
         try:
-            _, reasons = train_group(
+            reasons = train_group(
                 [make_plan_in_outage(trial.config) for trial in group],
                 directory=directory,
                 parent_run_id=parent_run_id,
-                with_progress=True,
                 origin=origin_tags(),
                 record_models=record_models,
             )

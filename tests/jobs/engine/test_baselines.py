@@ -161,7 +161,7 @@ def test_images_and_captions_are_judged_apart() -> None:
     constant = torch.full_like(best, best.mean().item())
     outcome = of_pairs(first, second, torch.stack([constant, best]), config)
     said = "the image TempNet is constant; the caption TempNet beats both constants"
-    assert report.verdict_tags(outcome) == {"temperature.verdict": said}
+    assert outcome["temperature_verdict"] == said
     figures = report.verdict_metrics(outcome)
     assert [figures[f"{kind}beats_both_constants"] for kind in ("image/", "text/", "")] == [0.0, 1.0, 0.0]
     lines = dict(report.verdict_rows(outcome))

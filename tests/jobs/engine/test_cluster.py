@@ -25,7 +25,8 @@ from ray.train.v2.api.exceptions import ControllerError
 
 from jobs.engine import cluster, ray_failures, ray_private
 from jobs.engine.cluster import check_machine, check_resources, ensure_token, private_directory, start_ray
-from jobs.engine.ray_failures import HeadWatch, LostClusterError, naming_lost_cluster
+from jobs.engine.ray_failures import HeadWatch
+from jobs.engine.resumption import FatalTrainingError
 from pipelines.storage import read_json
 
 
@@ -43,38 +44,39 @@ def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
         yield listening
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the processes of a head end in the same moment."""
-    monkeypatch.setattr(ray_failures.time, "sleep", lambda seconds: None)
+    """Let Ray's processes end six seconds after their head, which is given up when it does not answer for .2 s."""
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "6")
+    monkeypatch.setattr(ray_failures, "_SECONDS_BETWEEN_LOOKS", 0.05)
+    monkeypatch.setattr(ray_failures, "_SHARE_OF_PATIENCE", 0.2 / 6)
+    monkeypatch.setattr(cluster, "_SECONDS_TO_ANSWER", 0.2)
 
 
 def unavailable() -> ActorUnavailableError:
     return ActorUnavailableError("The actor is temporarily unavailable: RpcError", b"\0" * 16)
 
 
-@pytest.mark.usefixtures("no_patience")
 @pytest.mark.parametrize("error", [unavailable(), ControllerError(unavailable())])
 def test_an_error_of_ray_without_its_head_says_that_the_head_is_lost(
     head: socket.socket, error: Exception, tmp_path: Path
 ) -> None:
     address = "{}:{}".format(*head.getsockname())
     head.close()
-    with pytest.raises(LostClusterError) as caught, naming_lost_cluster(str(tmp_path)):
+    with pytest.raises(FatalTrainingError) as caught, HeadWatch(str(tmp_path)):
         raise error
     assert str(caught.value).startswith(f"Ray's head at {address} does not answer: ")
     assert str(caught.value).endswith("the same command then begins again at step 0")
     assert (read_json(f"{tmp_path}/failure.json") or {})["cause"] == str(caught.value)
 
 
-@pytest.mark.usefixtures("no_patience")
 def test_a_raylet_that_is_killed_interrupts_the_run(
     head: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raylet = subprocess.Popen(["sleep", "100"])
     node = SimpleNamespace(all_processes={"raylet": [SimpleNamespace(process=raylet)]})
     monkeypatch.setattr(ray_private.worker, "_global_node", node)
-    with HeadWatch(str(tmp_path), patience=20.0, seconds_to_end=20.0, seconds_between_looks=0.05) as watch:
+    with HeadWatch(str(tmp_path)) as watch:
         threading.Event().wait(0.3)
         assert not watch.message
         raylet.kill()
@@ -84,23 +86,21 @@ def test_a_raylet_that_is_killed_interrupts_the_run(
     assert watch.explain(unavailable()) == watch.message  # also if Ray's error is there first
 
 
-@pytest.mark.usefixtures("no_patience")
 def test_a_lost_process_of_a_head_that_answers_is_told(head: socket.socket, tmp_path: Path) -> None:
     expected = r"^Ray has lost a process that the run cannot do without.*the same command"
-    with pytest.raises(LostClusterError, match=expected), naming_lost_cluster(str(tmp_path)):
+    with pytest.raises(FatalTrainingError, match=expected), HeadWatch(str(tmp_path)):
         raise unavailable()
 
 
-@pytest.mark.usefixtures("no_patience")
 @pytest.mark.parametrize("error", [ValueError("a field"), ControllerError(RuntimeError("a bug")), KeyboardInterrupt()])
 def test_other_errors_stay_as_they_are(head: socket.socket, error: BaseException, tmp_path: Path) -> None:
-    with pytest.raises(type(error)) as caught, naming_lost_cluster(str(tmp_path)):
+    with pytest.raises(type(error)) as caught, HeadWatch(str(tmp_path)):
         raise error
     assert caught.value is error
 
 
 def test_a_head_that_is_lost_without_an_error_interrupts_the_run(head: socket.socket, tmp_path: Path) -> None:
-    with HeadWatch(str(tmp_path), patience=0.2, seconds_to_end=20.0, seconds_between_looks=0.05) as watch:
+    with HeadWatch(str(tmp_path)) as watch:
         time.sleep(0.5)
         assert not watch.message
         head.close()
@@ -114,7 +114,7 @@ def test_a_run_that_cannot_be_interrupted_is_ended_with_the_message(
 ) -> None:
     def run() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with HeadWatch(str(tmp_path), patience=0.1, seconds_to_end=0.2, seconds_between_looks=0.05):
+        with HeadWatch(str(tmp_path)):
             time.sleep(60)
 
     head.close()
@@ -127,13 +127,11 @@ def test_a_run_that_cannot_be_interrupted_is_ended_with_the_message(
 
 def test_a_cluster_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    monkeypatch.setattr(cluster, "_SECONDS_TO_ANSWER", 0.2)
     with pytest.raises(ConnectionError, match=r"RAY_ADDRESS = 127\.0\.0\.1:1, but no head"):
         start_ray()
 
 
 def test_what_is_no_head_is_refused(head: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "_SECONDS_TO_ANSWER", 0.2)
     monkeypatch.setattr(cluster, "address_that_ray_asks", lambda address: address)
     with pytest.raises(ConnectionError, match=r"RAY_ADDRESS = \S+: what listens there is no head of a Ray cluster"):
         check_machine()
@@ -256,15 +254,10 @@ def test_all_processes_that_start_at_once_have_the_same_token(token: Path) -> No
     assert len(bytes.fromhex(token.read_text())) == 32
     assert [path.name for path in token.parent.iterdir()] == ["auth_token"]
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
-
-
-def test_a_token_that_exists_is_kept_and_closed_to_others(token: Path) -> None:
-    token.parent.mkdir()
-    token.write_text("a token")
+    before = token.read_text()
     token.chmod(0o644)
-    ensure_token()
-    assert token.read_text() == "a token"
-    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    ensure_token()  # One that exists is kept and closed to others.
+    assert (token.read_text(), stat.S_IMODE(token.stat().st_mode)) == (before, 0o600)
 
 
 def test_a_home_directory_that_cannot_be_written_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,17 +9,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
-from ray.train.torch import TorchTrainer
 
-from jobs.engine import cluster, export, launch, lease, ray_private
-from jobs.engine.command_line import run_job
+from jobs.engine import cluster, launch, lease, ray_private
 from jobs.engine.config import OptimizerSection, RunSection, TrainingConfig, WorkersSection
 from jobs.engine.export import configure, find_checkpoint
 from jobs.engine.fields import configuration_hash, with_fields
-from jobs.engine.launch import check_room, claim_directory
+from jobs.engine.launch import claim_directory
 from jobs.engine.resumption import (
     check_start,
     checkpoint_name,
@@ -140,20 +138,6 @@ def test_a_dry_run_refuses_what_the_run_refuses(
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["deleted", "taken"]
 
 
-def test_a_job_of_several_runs_is_not_done_in_this_process(change: Change) -> None:
-    with pytest.raises(ValueError, match=r"workers\.local = True is for one training run"):
-        check_room(change({"workers.local": True, "workers.num_workers": 1}), 0.0)
-
-
-def test_a_ray_of_the_jobs_own_is_checked_beforehand_however_it_is_asked_for(
-    change: Change, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "local")
-    monkeypatch.setattr(ray_private, "local_resources", lambda: {"CPU": 0.5})
-    with pytest.raises(ValueError, match=r"CPUs are more than there are, this machine has 0\.5:"):
-        check_room(change({"workers.num_workers": 2}), 0.0)
-
-
 def make_config(tmp_path: Path, name: str, start_from: str = "", seed: int = 0, **sections: Any) -> TrainingConfig:
     run = RunSection(name=name, storage=str(tmp_path), num_steps=100, seed=seed, start_from=start_from)
     return TrainingConfig(run=run, **sections)
@@ -247,26 +231,6 @@ def test_one_worker_is_enough_except_under_zero_3(tmp_path: Path) -> None:
     assert third.workers.num_workers == 2
 
 
-def test_ctrl_c_while_ray_train_runs_ends_with_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray Train, which handles Ctrl-C itself, ends the workers and then the process, as if all had gone well."""
-    write_checkpoint(tmp_path / "run", 5)
-    late = find_checkpoint(str(tmp_path / "run"), None, "")
-    config = configure(gpt2_scratch(), late)
-    config = replace(config, run=replace(config.run, storage=str(tmp_path), name="run"))
-    prepared = SimpleNamespace(create_task=print)
-    plan: Any = SimpleNamespace(config=config, prepare_with_room=lambda: prepared)
-
-    def end(trainer: TorchTrainer) -> NoReturn:
-        (tmp_path / "run" / ".export").mkdir()
-        raise SystemExit(0)
-
-    monkeypatch.setattr(TorchTrainer, "fit", end)
-    with pytest.raises(SystemExit) as ended:
-        run_job(lambda arguments: export.make_late_export(plan, late) or 0)
-    assert ended.value.code == 130
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-00000005"]
-
-
 @pytest.mark.parametrize("has_failed", [False, True])
 def test_runs_side_by_side_that_are_killed_while_they_are_finished_go_on(
     change: Change, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_failed: bool
@@ -288,7 +252,7 @@ def test_runs_side_by_side_that_are_killed_while_they_are_finished_go_on(
         if len(starts) == 1 and config.run.name == "b":
             raise KeyboardInterrupt
 
-    def start() -> tuple[dict[str, Any], dict[str, str]]:
+    def start() -> dict[str, str]:
         plans: list[Any] = [
             SimpleNamespace(
                 config=config, tracking_uri="", data_cpus=0.0, summary_table=str, write_report=lambda *_: None,
@@ -299,19 +263,18 @@ def test_runs_side_by_side_that_are_killed_while_they_are_finished_go_on(
             for config in configs
             if not claim_directory(config)
         ]  # fmt: skip
-        settings: dict[str, Any] = {"parent_run_id": "", "with_progress": False, "origin": {}, "record_models": None}
-        return launch.train_group(plans, directory=str(tmp_path / "runs"), **settings)
+        directory = str(tmp_path / "runs")
+        return launch.train_group(plans, directory=directory, parent_run_id="", origin={}, record_models=None)
 
     monkeypatch.setattr(launch, "fit", fit)
     monkeypatch.setattr(launch, "write_card", kill)
     if has_failed:
-        assert start()[1] == {"a": "why", "b": "why"}
+        assert start() == {"a": "why", "b": "why"}
     else:
         with pytest.raises(KeyboardInterrupt):
             start()
-    outcomes, failed = start()
+    assert start() == ({"a": "why", "b": "why"} if has_failed else {})
     assert starts[0][0] == starts[1][0]
     assert [checkpoints for _, checkpoints in starts] == [set(), set() if has_failed else {checkpoint_name(5)}]
-    assert (outcomes.keys(), failed.keys()) == ((set(), {"a", "b"}) if has_failed else ({"a", "b"}, set()))
     assert all(bool(claim_directory(config)) != has_failed for config in configs)
     assert not list((tmp_path / "runs" / "side-by-side").iterdir())

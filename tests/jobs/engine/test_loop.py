@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,7 @@ from deepspeed import DeepSpeedEngine
 from readme_support import write_task
 from safetensors.numpy import load_file
 
-from jobs.engine.loop import TrainedRun, TrainingLoop
 from jobs.engine.resumption import find_damage
-from jobs.engine.worker import WorkerContext
 from pipelines.store_errors import RETRIES
 from tests.local_training import Asking, Call, history, processes, train_plan
 
@@ -256,28 +253,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_its_batch(site: Site) 
     saved = sorted(int(path.name[11:]) for path in site.run("explodes").glob("checkpoint-*") if path.is_dir())
     assert saved[-1] == step - 1
     assert find_damage(str(site.run("explodes") / f"checkpoint-{step - 1:08d}")) == ""
-
-
-@pytest.mark.parametrize("is_there", [True, False])
-def test_the_last_model_is_exported_where_the_best_one_is_not(tmp_path: Path, is_there: bool) -> None:
-    """As it is not in another directory that a continued run is given."""
-    exported: list[str] = []
-    if is_there:
-        (tmp_path / "export").mkdir()
-    task: Any = SimpleNamespace(
-        config=SimpleNamespace(run=SimpleNamespace(name="run", export_directory=str(tmp_path / "export"))),
-        rating=lambda scores: scores["recall"],
-        export=lambda: exported.append("last"),
-        validate_members=lambda runs, engine, with_details: [({"recall": 0.3}, None)],
-    )
-    loop = TrainingLoop.__new__(TrainingLoop)
-    loop.task, loop.runs, loop.is_alone, loop.step, loop.progress = task, [TrainedRun(task)], True, 12, None
-    loop.runs[0].best_rating = 0.5
-    loop.engine = SimpleNamespace(eval=lambda: None, train=lambda: None)  # type: ignore[assignment]
-    loop.context = WorkerContext(rank=0, world_size=1, local_world_size=1, report=print)
-    assert loop._validate(with_details=False)["run"]["best_rating"] == 0.5
-    found = loop._validate(with_details=True)["run"]["best_rating"]
-    assert (exported, found) == (([], 0.5) if is_there else (["last"], 0.3))
 
 
 def spoil_gradient(rank: int, world_size: int, spoiled_step: int) -> None:

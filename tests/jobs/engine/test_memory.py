@@ -12,14 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from jobs.engine.config import WorkersSection
 from jobs.engine.fields import with_fields
-from jobs.engine.hardware import (
-    GIB,
-    check_fits,
-    describe_memory,
-    num_threads_per_worker,
-    peak_memory_gib,
-    training_memory,
-)
+from jobs.engine.hardware import GIB, check_fits, describe_memory, num_threads_per_worker, training_memory
 from jobs.tasks.base import count_parameters
 from jobs.tasks.language_model.models import estimate_memory, flops_per_token, saved_bytes
 from jobs.tasks.language_model.task import with_fitting_micro_batch
@@ -39,15 +32,6 @@ def shapes(architecture: str, attention: str = "sdpa", **sizes: int) -> PreTrain
     return base
 
 
-def test_on_a_machine_with_a_gpu_the_memory_of_a_cpu_worker_is_that_of_its_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 << 30)
-    assert peak_memory_gib(use_gpu=True) == 3.0
-    assert 0.0 < peak_memory_gib(use_gpu=False) != 3.0
-
-
 def test_zero_divides_optimizer_gradients_and_weights_in_turn() -> None:
     found = []
     for stage in (0, 1, 2, 3):
@@ -59,21 +43,9 @@ def test_zero_divides_optimizer_gradients_and_weights_in_turn() -> None:
     workers = WorkersSection(num_workers=4, zero_stage=3, precision="bf16", offload_optimizer=True)
     assert training_memory(workers, num_trained=0, num_frozen=400)["weights"] == 2 * 400 * 1.25
     assert training_memory(workers, num_trained=1000)["optimizer"] == 0
-
-
-def test_gradients_of_a_gpu_are_in_buckets_of_a_fixed_size() -> None:
-    """A bucket has 500 million numbers, ZeRO 2 has two; gradients of 800 million take 3.2 GB, a quarter .8 GB."""
-
-    def gradients(stage: int, num_trained: int, *, accumulates: bool = False) -> float:
-        workers = WorkersSection(num_workers=4, use_gpu=True, zero_stage=stage, precision="fp32")  # type: ignore[arg-type]
-        return training_memory(workers, num_trained=num_trained, accumulates=accumulates)["gradients"] / 1e9
-
-    assert [gradients(stage, 800_000_000) for stage in (0, 1, 2, 3)] == pytest.approx([3.2, 2.8, 4.8, 4.8])
-    assert [gradients(stage, 1000) for stage in (1, 2, 3)] == pytest.approx([2.0, 4.0, 2.0], abs=1e-5)
-    waiting = [gradients(stage, 800_000_000, accumulates=True) for stage in (1, 2, 3)]
-    assert waiting == pytest.approx([5.2, 4.8, 4.8])
-    # Ten thousand million, in four parts of 10 GB each, which the step copies.
-    assert gradients(1, 10_000_000_000) == pytest.approx(10 + 10)
+    # On a GPU the two buckets of ZeRO 2 have their size of 500 million numbers however small the model is.
+    workers = WorkersSection(num_workers=4, use_gpu=True, zero_stage=2)
+    assert training_memory(workers, num_trained=1000)["gradients"] == pytest.approx(4e9, rel=1e-5)
 
 
 @pytest.mark.parametrize(("architecture", "attention", "is_half"), [("gpt2", "eager", False), ("llama", "sdpa", True)])

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from jobs import runs
-from jobs.engine.console import ProgressNotes, note_failure
+from jobs.engine.config import RunSection
+from jobs.engine.console import Progress, note_failure
 from jobs.engine.lease import LEASE_FILE, Lease
 from jobs.engine.run_list import RunSummary, describe_run, list_runs
 from pipelines.storage import resolve, write_json
@@ -21,9 +25,8 @@ def begin(directory: str, *, step: int = 0) -> None:
     filesystem.create_dir(path, recursive=True)
     write_json(f"{directory}/configuration.json", {"run.num_steps": 100, "run.seed": 0})
     if step:
-        notes = ProgressNotes(directory, seconds_between=0.01)
-        notes.note(step, loss=2.5, tau_mean=0.8, seconds_per_step=3.0)
-        notes.close()
+        figures = {"loss": 2.5, "tau_mean": 0.8, "seconds_per_step": 3.0, "seconds_per_note": 3.0}
+        write_json(f"{directory}/progress.json", {"step": step, "time": time.time(), **figures})
 
 
 def only(storage: str, *, now: float | None = None) -> RunSummary:
@@ -100,12 +103,20 @@ def test_runs_in_an_object_store(bucket: str) -> None:
     assert (run.name, run.state, run.loss) == ("one", "interrupted", 2.5)
 
 
-def test_notes_never_stop_a_run(tmp_path: Path) -> None:
+def test_progress_is_noted_and_never_stops_a_run(tmp_path: Path) -> None:
+    context: Any = SimpleNamespace(terminal=None, say=print)
     (tmp_path / "file").touch()
-    notes = ProgressNotes(str(tmp_path / "file" / "below"), seconds_between=0.01)
-    notes.note(1, loss=1.0, tau_mean=None, seconds_per_step=1.0)
-    notes.close()
-    note_failure(str(tmp_path / "file" / "below"), "a cause", step=1, is_final=True)
+    for storage in (tmp_path, tmp_path / "file"):
+        run = RunSection(name="a", storage=str(storage), num_steps=100)
+        with suppress(OSError):
+            begin(run.directory)
+        progress = Progress(context, run, first_step=0, unit="tokens", with_lines=False)
+        progress.show(40, 2.5, 0.8, 1.0)
+        progress.show(50, 2.4, None, 1.0)
+        progress.close()
+        note_failure(run.directory, "a cause", step=1, is_final=False)
+    found = only(str(tmp_path))
+    assert (found.loss, found.tau_mean, found.state) == (2.4, 0.8, "interrupted")
 
 
 def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,9 +8,10 @@ import time
 
 import pytest
 
-from jobs.engine import console
-from jobs.engine.console import SignsOfLife, StallWatch, describe_signs
+from jobs.engine import console, loop
+from jobs.engine.console import StallWatch, describe_signs
 from jobs.engine.launch import stopping_softly
+from jobs.engine.worker import WorkerContext
 
 
 @pytest.mark.parametrize(
@@ -25,15 +26,16 @@ from jobs.engine.launch import stopping_softly
         (0, False, 1, ["ended 0"]),
     ],
 )
-def test_sigterm(grace_seconds: float, obeys: bool, num_signals: int, expected: list[str]) -> None:
+def test_sigterm(
+    grace_seconds: float, obeys: bool, num_signals: int, expected: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     asked: list[int] = []
-    said: list[str] = []
     found: list[str] = []
 
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     end = time.monotonic() + 10
     try:
-        with stopping_softly(lambda: asked.append(1), grace_seconds=grace_seconds, say=said.append):
+        with stopping_softly(lambda: asked.append(1), grace_seconds):
             signal.raise_signal(signal.SIGTERM)
             while time.monotonic() < end and not (asked and obeys):
                 if asked and num_signals == 2:
@@ -47,20 +49,7 @@ def test_sigterm(grace_seconds: float, obeys: bool, num_signals: int, expected: 
         after = signal.signal(signal.SIGTERM, before)
     assert after is signal.default_int_handler
     assert found == expected
-    assert [line.startswith("told to end: saving the current step") for line in said] == [True] * (grace_seconds > 0)
-
-
-def test_another_thread_leaves_signals_alone() -> None:
-    seen = []
-
-    def run() -> None:
-        with stopping_softly(lambda: None, grace_seconds=1.0, say=print):
-            seen.append(signal.getsignal(signal.SIGTERM))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert seen == [signal.getsignal(signal.SIGTERM)]
+    assert capsys.readouterr().out.count("told to end: saving the current step") == (grace_seconds > 0)
 
 
 def test_a_run_that_makes_no_step_is_described_after_a_minute_and_then_less_and_less_often() -> None:
@@ -79,18 +68,15 @@ def test_a_run_that_makes_no_step_is_described_after_a_minute_and_then_less_and_
 
 
 def test_a_worker_tells_where_its_main_thread_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "_SECONDS_BETWEEN_SIGNS", 0.05)
-    told: list[tuple[int, int, str]] = []
-
-    class Driver:
-        def sign(self, rank: int, step: int, place: str) -> None:
-            told.append((rank, step, place))
-
-    signs = SignsOfLife(Driver(), 3, lambda: 5)
-    threading.Event().wait(0.3)
-    signs.close()
-    rank, step, place = told[0]
-    assert (rank, step) == (3, 5)
+    monkeypatch.setattr(loop, "_SECONDS_BETWEEN_QUESTIONS", 0.01)
+    mailbox = console.Mailbox()
+    contact = loop.Contact(
+        WorkerContext(rank=3, world_size=4, local_world_size=4, report=print, terminal=mailbox), lambda: 5
+    )
+    threading.Event().wait(0.5)
+    contact.close()
+    step, place, _ = mailbox.fetch()[2][3]
+    assert step == 5
     assert place.startswith("test_a_worker_tells_where_its_main_thread_is (test_stopping.py:")
     assert place.endswith(", in wait")
 

@@ -13,7 +13,6 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,11 @@ from jobs.engine.command_line import fail, reach_loopback_directly, run_job
 from jobs.engine.config import RunSection, TrackingSection
 from jobs.engine.export import write_task
 from jobs.engine.fields import flatten, with_fields
-from jobs.engine.launch import claim_directory, keep_end, record_end
+from jobs.engine.launch import END_FILE, claim_directory, record_end
 from jobs.engine.masking import masked
 from jobs.engine.metrics import MetricLogger, TrackedRun, metric_history, survive_outage
 from jobs.engine.tracking import (
     check_experiment,
-    default_uri,
     find_or_create_experiment,
     finish_run,
     log_data_sets,
@@ -46,11 +44,11 @@ from jobs.engine.tracking import (
 from jobs.scoring.language_models.config import EvaluateConfig
 from jobs.scoring.mlflow_models import record_models
 from jobs.scoring.results import publish_evaluation
-from jobs.studies import trials
 from jobs.studies.trials import describe_error
 from jobs.studies.trials import publish as publish_trials
 from jobs.tasks.presets.language_models import PRESETS
 from jobs.tasks.sentence_encoder.plan import SentencePlan
+from pipelines.storage import write_json
 
 SECRET = "hunter2"
 
@@ -81,17 +79,6 @@ def test_a_directory_has_one_run_however_often_it_is_opened(mlflow_uri: str, tmp
     assert [artifact.path for artifact in MlflowClient(mlflow_uri).list_artifacts(first.run_id)] == ["file.txt"]
 
 
-def test_a_continued_run_names_every_ray_job_that_worked_on_it(mlflow_uri: str) -> None:
-    client = MlflowClient(mlflow_uri)
-    for job, expected in (("a", "a"), ("b", "a, b"), ("", "a, b"), ("b", "a, b")):
-        run = open_for(mlflow_uri, "/runs/jobs", **({"ray_job_id": job} if job else {}))
-        assert client.get_run(run.run_id).data.tags["ray_job_id"] == expected
-    later = open_for(mlflow_uri, "/runs/later")
-    assert "ray_job_id" not in client.get_run(later.run_id).data.tags
-    open_for(mlflow_uri, "/runs/later", ray_job_id="c")
-    assert client.get_run(later.run_id).data.tags["ray_job_id"] == "c"
-
-
 @pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt, "KILLED"), (OSError, "FAILED")])
 def test_what_an_error_or_ctrl_c_ends_is_not_left_running(
     mlflow_uri: str, error: type[BaseException], status: str, tmp_path: Path
@@ -106,21 +93,6 @@ def test_what_an_error_or_ctrl_c_ends_is_not_left_running(
     client = MlflowClient(mlflow_uri)
     found = [client.get_run(run.run_id).info.status for run in (parent, going, done, other)]
     assert found == [status, status, "FINISHED", "RUNNING"]
-
-
-def test_a_trial_that_was_ended_with_its_sweep_does_not_fail_afterwards(mlflow_uri: str, tmp_path: Path) -> None:
-    """Ray takes away what a trial runs on, and the trial may see that before its own process is ended."""
-    sweep = open_for(mlflow_uri, str(tmp_path))
-    found = []
-    for is_ended in (True, False):  # When the trial is continued, a failure is its own.
-        trial = open_for(mlflow_uri, str(tmp_path / "trial"), **{"mlflow.parentRunId": sweep.run_id})
-        if is_ended:
-            with suppress(KeyboardInterrupt), mark_if_ended(sweep):
-                raise KeyboardInterrupt
-        with suppress(RuntimeError), mark_if_ended(trial):
-            raise RuntimeError("an actor was lost")
-        found.append(MlflowClient(mlflow_uri).get_run(trial.run_id).info.status)
-    assert found == ["KILLED", "FAILED"]
 
 
 def test_metrics_arrive_and_the_last_value_of_a_step_counts(mlflow_uri: str) -> None:
@@ -193,12 +165,10 @@ def test_a_proxy_that_hides_a_server_is_named(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv("http_proxy", address)
         monkeypatch.setenv("no_proxy", "")
         monkeypatch.setattr(urllib.request, "_opener", None)  # which keeps the proxies of the first call
-        message = rf"the proxy {address}, .* answers: HTTP Error 403.* add mlflow\.example to the variable no_proxy"
+        message = rf"The proxy {address} is asked .*: HTTP Error 403.* add mlflow\.example to the variable no_proxy"
         with pytest.raises(ConnectionError, match=message):
             resolve_uri(TrackingSection(uri="http://mlflow.example:5000"), "/runs")
         proxy.shutdown()
-    with pytest.raises(ConnectionError, match=rf"the proxy {address}, .* does not answer: .*Connection refused"):
-        resolve_uri(TrackingSection(uri="http://mlflow.example:5000"), "/runs")
 
 
 @pytest.mark.parametrize(
@@ -231,11 +201,11 @@ def test_the_default_store_lies_beside_the_runs(tmp_path: Path, monkeypatch: pyt
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.chdir(tmp_path)
     assert resolve_uri(TrackingSection(uri="sqlite:///a.db"), "/runs") == f"sqlite:///{tmp_path}/a.db"
-    assert default_uri("/a/runs") == "sqlite:////a/runs/mlflow.db"
+    assert resolve_uri(TrackingSection(), "/a/runs") == "sqlite:////a/runs/mlflow.db"
     with pytest.raises(ValueError, match=r"no local directory .* --tracking\.no-enabled"):
-        default_uri("s3://bucket")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server:5000")
-    assert default_uri("s3://bucket") == "http://server:5000"
+        resolve_uri(TrackingSection(), "s3://bucket")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////b.db")
+    assert resolve_uri(TrackingSection(), "s3://bucket") == "sqlite:////b.db"
 
 
 def test_the_default_store_is_found_whatever_its_name_is(
@@ -269,7 +239,7 @@ def test_what_an_outage_kept_back_is_sent_by_the_same_command(
         "tracking_uri": mlflow_uri, "mlflow_run_id": tracked.run_id, "rivals": {"robust/x": 0.5}, "num_steps": 1200,
         "temperature_verdict": "constant", "store_retries": 2, "batches_digest": "0123",
     }  # fmt: skip
-    keep_end(config, unsent, note="**fine**")
+    write_json(f"{config.run.directory}/{END_FILE}", {"unsent_metrics": unsent, "note": "**fine**"})
     with monkeypatch.context() as away:
 
         def nobody(*arguments: Any, **options: Any) -> None:
@@ -293,26 +263,6 @@ def test_what_an_outage_kept_back_is_sent_by_the_same_command(
     client.set_terminated(tracked.run_id, status="KILLED")
     record_end(config, outcome, record_models)
     assert client.get_run(tracked.run_id).info.status == "KILLED"
-
-
-def test_a_trial_waits_for_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
-    away = ConnectionError("MLflow does not answer")
-    answers: list[Any] = [away, away, "a plan"]
-
-    def make_plan(config: Any) -> Any:
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(trials, "make_plan", make_plan)
-    config = PRESETS["gpt2-scratch-small"]()
-    assert trials.make_plan_in_outage(config, seconds_between=0.0) == "a plan"
-    assert not answers
-    monkeypatch.setattr(trials, "_SECONDS_OF_OUTAGE", -1.0)
-    answers.append(away)
-    with pytest.raises(ConnectionError, match="does not answer"):
-        trials.make_plan_in_outage(config, seconds_between=0.0)
 
 
 def test_a_store_an_experiment_and_a_data_set_are_made_once_by_processes_that_do_so_together(tmp_path: Path) -> None:
