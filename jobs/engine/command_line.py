@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import difflib
 import gc
@@ -43,9 +44,8 @@ def parse_preset(
 ) -> tuple[Config, bool]:
     """Parse the arguments into a configuration and whether a dry run is wanted; `--help` lists the presets.
 
-    `--config FILE` sets fields of the preset first, and `--save FILE` writes all of them (`jobs.engine.fields`).
-
-    Exits the process with a message on an unknown preset or field, or if the configuration refuses a value.
+    `--config FILE` sets fields of the preset first, and `--save FILE` writes all of them (`jobs.engine.fields`). What is
+    refused, such as an unknown preset, ends the process with a message.
     """
     command = f"python -m {job if '.' in job else f'jobs.{job}'}"
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -56,11 +56,14 @@ def parse_preset(
             f"presets (PRESET --help lists the fields):\n{lines}"
         )
         raise SystemExit(0 if arguments else REFUSED)
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    own.add_argument("--config", default="")
+    own.add_argument("--save", default="")
+    own.add_argument("--dry-run", action="store_true")
     try:
-        rest, config_path = _take_option([*arguments], "--config")
-        rest, save_path = _take_option(rest, "--save")
-        values = read_config_file(config_path) if config_path else {}
-    except ValueError as error:
+        given, rest = own.parse_known_args(arguments)
+        values = read_config_file(given.config) if given.config else {}
+    except (argparse.ArgumentError, ValueError) as error:
         fail(str(error))
     name = rest.pop(0) if rest and not rest[0].startswith("-") else str(values.get(PRESET, ""))
     if name not in presets:
@@ -69,12 +72,10 @@ def parse_preset(
         if other := job_of(name):
             hint = f"it is one of jobs.{other}"
         fail(f"preset {name!r} is unknown: {hint}")
-    dry_run = "--dry-run" in rest
-    if save_path and not dry_run:
+    if given.save and not given.dry_run:
         fail("--save writes the configuration of a dry run: add --dry-run")
-    rest = [argument for argument in rest if argument != "--dry-run"]
     with refusals_on_one_line():
-        default = apply_config_file(presets[name](), values, config_path)
+        default = apply_config_file(presets[name](), values, given.config)
         config = tyro.cli(
             type(default),
             default=default,
@@ -82,33 +83,18 @@ def parse_preset(
             prog=f"{command} {name}",
             config=(tyro.conf.AvoidSubcommands,),
         )
-    if save_path:
+    if given.save:
         try:
-            save_config_file(config, name, save_path)
+            save_config_file(config, name, given.save)
         except OSError as error:
-            fail(f"--save {save_path}: {error.strerror}")
-    return config, dry_run
+            fail(f"--save {given.save}: {error.strerror}")
+    return config, given.dry_run
 
 
 def parse_options(kind: type[Config], arguments: Sequence[str], *, job: str, description: str | None) -> Config:
     """Parse the options of a job without presets; exits the process with a message on one that is unknown or refused."""
     with refusals_on_one_line():
         return tyro.cli(kind, args=arguments, prog=f"python -m jobs.{job}", description=description)
-
-
-def _take_option(arguments: list[str], option: str) -> tuple[list[str], str]:
-    """Return the arguments without `option VALUE` or `option=VALUE`, and the value; empty if it is not given."""
-    rest, value = [], ""
-    following = iter(arguments)
-    for argument in following:
-        name, equals, given = argument.partition("=")
-        if name == option:
-            value = given if equals else next(following, "")
-            if not value:
-                raise ValueError(f"{option} needs the name of a file")
-        else:
-            rest.append(argument)
-    return rest, value
 
 
 def _without_alternatives(preset: object, arguments: list[str]) -> list[str]:
@@ -128,10 +114,7 @@ def _without_alternatives(preset: object, arguments: list[str]) -> list[str]:
 
 @contextlib.contextmanager
 def refusals_on_one_line() -> Iterator[None]:
-    """Report a value that a configuration's constructor refuses within tyro by :func:`fail`, and not in a box of tyro's.
-
-    The box stays for what tyro itself refuses, such as an unknown option, because it shows the help of the option.
-    """
+    """Report a value that a configuration's constructor refuses by :func:`fail`; what tyro refuses stays in its box."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -153,8 +136,8 @@ def refusals_on_one_line() -> Iterator[None]:
 
 def run_job(main: Callable[[Sequence[str]], int]) -> NoReturn:
     """Run a job on the arguments of this process and exit with its status."""
-    # The imports of a job leave a million objects, hardly any of them garbage, and Python would look through them again and
-    # again, which takes a tenth of the time to the first step. The training loop sets it lower again.
+    # The imports of a job leave a million objects, hardly any of them garbage, and to look through them again and again takes
+    # a tenth of the time to the first step. The training loop sets it lower again.
     gc.set_threshold(100_000)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` ends a job as Ctrl-C does
     reach_loopback_directly(os.environ)
@@ -211,7 +194,7 @@ def exit_interrupted(directory: str = "") -> NoReturn:
 def ending_in_one_line(directory: Callable[[], str] = str) -> Iterator[None]:
     """End the job in one line if the block refuses something (REFUSED), fails (FAILED) or is interrupted (INTERRUPTED).
 
-    After Ctrl-C, the same command goes on from what is in the directory that `directory` returns, if it returns one.
+    After Ctrl-C, the line names the directory that `directory` returns, if it returns one.
     """
     try:
         yield
@@ -251,7 +234,7 @@ def _first_line(function: Callable[[], Config]) -> str:
 
 
 _WORD = re.compile(r"[^\s'\"`:;,()]+")
-_EXPORT = re.compile(r"(?:.*/)?([^/]+)/export(?:/.*)?")
+_EXPORT = re.compile(r"(?:.*/)?(?!declutr-small/|triple-)([^/]+-small)/export(?:/.*)?")  # of a small preset
 _SAMPLE = re.compile(r"(?:.*/)?data/sample(?:/.*)?")
 # Patterns of the presets' names. A test checks them against the presets, which this package must not import.
 _PRESETS = {
@@ -262,7 +245,6 @@ _PRESETS = {
     "train_images": re.compile(r"simclr-.*"),
     "train_classifier": re.compile(r"triple-entropy.*"),
 }
-_TRAINED = ("train_lm", "train_clip", "train_sentences", "train_images")  # the jobs whose runs have an export
 _PLACEHOLDERS = ("'model' is no local directory", "tokenizer = 'model'")  # the path in the preset `frozen`
 _NO_MODEL = "Transformers model"  # part of every message about a directory that is none
 
@@ -270,8 +252,7 @@ _NO_MODEL = "Transformers model"  # part of every message about a directory that
 def with_hint(message: str) -> str:
     """Return an error message with what helps with the first path in it for which that is known.
 
-    For a path that is missing: the command that makes the sample data, or trains a small preset. For a directory that is no
-    model of the wanted kind: the export in it, or the options for an image–text model.
+    A path may be missing that a command makes, or be a directory that is no model of the wanted kind.
     """
     for word in _WORD.findall(message):
         if word.startswith("//"):  # a URI without its scheme
@@ -285,8 +266,8 @@ def with_hint(message: str) -> str:
             hint = "It stands for your own data: give --data.train, --data.validation and, for a model of yours, --model.path"
         elif _SAMPLE.fullmatch(word):
             hint = "The sample data are made by: python -m jobs.sample_data"
-        elif (export := _EXPORT.fullmatch(word)) and (command := _training_command(export[1])):
-            hint = f"This model is made by: {command}"
+        elif (export := _EXPORT.fullmatch(word)) and (job := job_of(export[1])).startswith("train_"):
+            hint = f"This model is made by: python -m jobs.{job} {export[1]}"
         if hint:
             return f"{message.rstrip('.')}. {hint}"
     return message
@@ -307,11 +288,3 @@ def _meant(directory: Path, name: str) -> str:
 def job_of(preset: str) -> str:
     """Return the job that has a preset of this name; empty if none has."""
     return next((job for job, names in _PRESETS.items() if names.fullmatch(preset)), "")
-
-
-def _training_command(run: str) -> str:
-    """Return the command that trains a run with the name of a small preset; empty for any other name."""
-    job = job_of(run)
-    return (
-        f"python -m jobs.{job} {run}" if job in _TRAINED and run.endswith("-small") and run != "declutr-small" else ""
-    )

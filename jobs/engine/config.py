@@ -117,12 +117,7 @@ class RunSection:
 
 
 def resolve_directory(field: str, place: str) -> str:
-    """Return a directory that a field names as an absolute path or a URI.
-
-    Raises:
-        ValueError: for a URI with a query, or for a relative path inside the working directory of a submitted job, which
-            Ray deletes.
-    """
+    """Return a directory that a field names as an absolute path or a URI; ValueError if it cannot be used or kept."""
     place = place.removeprefix("file://")
     if "://" in place:
         if "?" in place:
@@ -219,8 +214,7 @@ class WorkersSection:
     def resolved_precision(self) -> Literal["fp32", "bf16"]:
         """The precision, which `auto` leaves to the machine that starts the run: bf16 on GPUs, and on CPUs that compute it.
 
-        A CPU without instructions for it (neither AVX-512 BF16 nor AMX) computes bfloat16 products by way of float32, which
-        takes three to four times as long as float32 itself (a step of `gpt2-scratch-small` 3.7 s instead of .8 to 1.2 s).
+        A CPU without instructions for it takes three to four times as long for bfloat16 products as for float32.
         """
         if self.precision != "auto":
             return self.precision
@@ -377,9 +371,7 @@ class TrainingConfig:
         size, micro = self.optimizer.batch_size, self.optimizer.micro_batch_size
         if self.workers.micro_batch == "auto" and (micro or not self.accumulates_gradients):
             fixed = (
-                f"optimizer.micro_batch_size = {micro}, which auto chooses; give 0"
-                if micro
-                else "a task without micro-batches"
+                f"optimizer.micro_batch_size = {micro}, which auto chooses; give 0" if micro else "a task without them"
             )
             raise ValueError(f"workers.micro_batch = 'auto' does not go together with {fixed}")
         if not self.has_blocks and (self.workers.compile == "on" or self.workers.memory_gib is not None):
@@ -410,11 +402,8 @@ class TrainingConfig:
 
     def with_micro_batch_size(self, size: int) -> Self:
         """Return the configuration with this number of samples at a time."""
-        return replace(
-            self,
-            optimizer=replace(self.optimizer, micro_batch_size=size),
-            workers=replace(self.workers, micro_batch="given"),
-        )
+        optimizer, workers = replace(self.optimizer, micro_batch_size=size), replace(self.workers, micro_batch="given")
+        return replace(self, optimizer=optimizer, workers=workers)
 
     @property
     def trains_networks_alone(self) -> bool:

@@ -24,10 +24,8 @@ def num_threads_per_worker(
 ) -> int:
     """Return the number of PyTorch threads of a worker that computes on CPUs; `workers.num_threads` has precedence.
 
-    A run that is alone on the machine uses all cores. A run that shares the machine with others uses what Ray reserves
-    for it, because the threads of several runs, waiting for one another on the same cores, make them slower than
-    running one after the other. How a sum is divided among threads changes its last digits, so a continued run keeps
-    its number.
+    A run that is alone on the machine uses all cores, one that shares it with others what Ray reserves for it: threads of
+    several runs that wait for one another are slow. A continued run keeps its number, on which last digits depend.
     """
     if workers.num_threads or num_kept:
         return workers.num_threads or num_kept

@@ -77,8 +77,10 @@ def read_run(storage: str, name: str, *, now: float) -> RunSummary | None:
     if num_steps is None:
         return None
     outcome, progress, failure = (_read(directory, file) for file in ("outcome.json", PROGRESS_FILE, FAILURE_FILE))
-    last_sign = max(_last_beat(directory), *(_number(file, "time") or 0.0 for file in (progress, failure)))
-    state = _state(directory, outcome, failure, progress, last_sign=last_sign, now=now)
+    filesystem, path = resolve(join(directory, LEASE_FILE))
+    last_beat = (filesystem.get_file_info(path).mtime_ns or 0) / 1e9
+    last_sign = max(last_beat, *(_number(file, "time") or 0.0 for file in (progress, failure)))
+    state = "finished" if outcome else _unfinished(directory, failure, progress, last_sign=last_sign, now=now)
     step = int(_number(progress, "step") or 0)
     if state in ("failed", "interrupted", "lost"):
         step = registered_step(directory)
@@ -101,21 +103,12 @@ def read_run(storage: str, name: str, *, now: float) -> RunSummary | None:
     )
 
 
-def _state(
-    directory: str,
-    outcome: dict[str, Any],
-    failure: dict[str, Any],
-    progress: dict[str, Any],
-    *,
-    last_sign: float,
-    now: float,
+def _unfinished(
+    directory: str, failure: dict[str, Any], progress: dict[str, Any], *, last_sign: float, now: float
 ) -> str:
-    if outcome:
-        return "finished"
-    lease = _read(directory, LEASE_FILE)
-    if lease:
-        is_dead = is_ended_here(lease) or now - last_sign > _SECONDS_TO_EXPIRE
-        if is_dead:
+    """Return the state of a run that is not finished."""
+    if lease := _read(directory, LEASE_FILE):
+        if is_ended_here(lease) or now - last_sign > _SECONDS_TO_EXPIRE:
             return "lost"
         noted, between = _number(progress, "time"), _number(progress, "seconds_per_note") or 0.0
         is_late = noted is not None and now - noted > max(_SECONDS_TO_STALL, _NOTES_TO_STALL * between)
@@ -124,12 +117,6 @@ def _state(
         return "waiting"
     is_newest = (_number(failure, "time") or 0.0) >= (_number(progress, "time") or 0.0)
     return "failed" if failure.get("is_final") and is_newest else "interrupted"
-
-
-def _last_beat(directory: str) -> float:
-    filesystem, path = resolve(join(directory, LEASE_FILE))
-    info = filesystem.get_file_info(path)
-    return info.mtime_ns / 1e9 if info.type == FileType.File and info.mtime_ns else 0.0
 
 
 def _read(directory: str, file: str) -> dict[str, Any]:
@@ -141,7 +128,7 @@ def _read(directory: str, file: str) -> dict[str, Any]:
 
 
 def _number(values: dict[str, Any], name: str) -> float | None:
-    """Return a number of a file; None if it is missing or is none, since one bad file must not hide all other runs."""
+    """Return a number of a file; None if it is missing or is none: one bad file must not hide all other runs."""
     value = values.get(name)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 

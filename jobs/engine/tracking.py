@@ -6,7 +6,6 @@ directly because MLflow's fluent API would open a new run on every restart.
 
 from __future__ import annotations
 
-import contextlib
 import getpass
 import json
 import logging
@@ -19,7 +18,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -46,23 +45,17 @@ _RUN_TAG = "tempnet.run_directory"
 _RUNS_QUERY = "workflowType=machine_learning&compareRunsMode=CHART"
 
 
-def default_uri(storage: str) -> str:
-    """Return $MLFLOW_TRACKING_URI, or the URI of an SQLite database in the storage directory."""
-    if uri := os.environ.get("MLFLOW_TRACKING_URI"):
-        return uri
-    if "://" in storage:
+def resolve_uri(tracking: TrackingSection, storage: str) -> str:
+    """Return the MLflow tracking URI, by default that of an SQLite database in the storage; empty if nothing is logged."""
+    if not tracking.enabled:
+        return ""
+    uri = tracking.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+    if not uri and "://" in storage:
         raise ValueError(
             f"tracking.uri is not given, and run.storage = {storage!r} is no local directory to keep a database in: "
             "give the URI of an MLflow server, or --tracking.no-enabled"
         )
-    return sqlite_uri(f"{storage}/mlflow.db")
-
-
-def resolve_uri(tracking: TrackingSection, storage: str) -> str:
-    """Return the MLflow tracking URI; empty if nothing is to be logged."""
-    if not tracking.enabled:
-        return ""
-    uri = tracking.uri or default_uri(storage)
+    uri = uri or sqlite_uri(f"{storage}/mlflow.db")
     shown = masked(uri)
     if not uri.startswith(SQLITE) and any(map(str.isspace, uri)):
         raise ValueError("tracking.uri holds white space: write a space as %20")
@@ -80,16 +73,16 @@ def resolve_uri(tracking: TrackingSection, storage: str) -> str:
         address = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
         with urllib.request.urlopen(address, timeout=_SECONDS_TO_ANSWER):
             return uri
-    except urllib.error.HTTPError as error:
-        if not (proxy := _proxy_to(parts)) or error.code in _ANSWERS_OF_MLFLOW:
-            return uri  # the server answers; whether it accepts the login is checked when the run is opened
-        cause = f"the proxy {masked(proxy)}, which is asked for it, answers: {error}. {_around_proxy(parts)}"
     except OSError as error:
+        is_asked = not urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2])
+        proxies = urllib.request.getproxies() if is_asked else {}
+        proxy = proxies.get(parts.scheme, proxies.get("all", ""))
+        if isinstance(error, urllib.error.HTTPError) and (not proxy or error.code in _ANSWERS_OF_MLFLOW):
+            return uri  # the server answers; whether it accepts the login is checked when the run is opened
         cause = masked(str(error))
-        if proxy := _proxy_to(parts):
-            cause = (
-                f"the proxy {masked(proxy)}, which is asked for it, does not answer: {cause}. {_around_proxy(parts)}"
-            )
+        if proxy:
+            cause = f"The proxy {masked(proxy)} is asked for it: {cause}"
+            cause += f". If it can be reached without, add {parts.hostname} to the variable no_proxy"
     if tracking.optional:
         logger.warning("MLflow at %s does not answer: nothing is logged", shown)
         return ""
@@ -97,18 +90,6 @@ def resolve_uri(tracking: TrackingSection, storage: str) -> str:
         f"MLflow at tracking.uri = {shown!r} does not answer: start it, give another one, or go on without it by "
         f"--tracking.optional or --tracking.no-enabled. {cause}"
     )
-
-
-def _proxy_to(address: urllib.parse.SplitResult) -> str:
-    """Return the proxy that the environment names for an address; empty if it is reached directly."""
-    if urllib.request.proxy_bypass(address.netloc.rpartition("@")[2]):
-        return ""
-    proxies = urllib.request.getproxies()
-    return proxies.get(address.scheme, proxies.get("all", ""))
-
-
-def _around_proxy(address: urllib.parse.SplitResult) -> str:
-    return f"If it can be reached without, add {address.hostname} to the variable no_proxy"
 
 
 def reconnection_uri(recorded: str, tracking: TrackingSection) -> str:
@@ -145,20 +126,19 @@ def open_run(
             client.set_terminated(run_id, status="RUNNING")
             if (job := tags.get(JOB_TAG, "")) and job not in known.split(", "):
                 client.set_tag(run_id, JOB_TAG, f"{known}, {job}" if known else job)
-            return TrackedRun(uri=uri, run_id=run_id, experiment_id=experiment_id)
-        run_id = client.create_run(experiment_id, run_name=name, tags={_RUN_TAG: directory, **tags}).info.run_id
-        client.log_batch(run_id, params=[Param(key, masked(str(value))[:6000]) for key, value in parameters.items()])
-        log_data_sets(client, run_id, data_sets)
+        else:
+            run_id = client.create_run(experiment_id, run_name=name, tags={_RUN_TAG: directory, **tags}).info.run_id
+            client.log_batch(
+                run_id, params=[Param(key, masked(str(value))[:6000]) for key, value in parameters.items()]
+            )
+            log_data_sets(client, run_id, data_sets)
         return TrackedRun(uri=uri, run_id=run_id, experiment_id=experiment_id)
     except MlflowException as error:  # its message may contain the login
         raise ConnectionError(f"MLflow at {masked(uri)} refuses the run {name!r}: {masked(str(error))}") from None
 
 
 def where_to_browse(uri: str, experiment_id: str | None) -> str:
-    """Return the lines that say how to see an experiment's runs in MLflow: a command if it needs one, and an address.
-
-    The address opens the charts of all metrics, since MLflow's list of runs shows none by default. Passwords are masked.
-    """
+    """Return the lines that say how to see an experiment's charts in MLflow: an address, and a command if it needs one."""
     uri = masked(uri)
     page = f"/#/experiments/{experiment_id}/runs?{_RUNS_QUERY}" if experiment_id else ""
     if uri.startswith(("http://", "https://")):
@@ -168,12 +148,9 @@ def where_to_browse(uri: str, experiment_id: str | None) -> str:
     return f"  {command}\n  and open http://127.0.0.1:5000{page}"
 
 
-@contextlib.contextmanager
+@contextmanager
 def mark_if_ended(run: TrackedRun | None) -> Iterator[None]:
-    """Set the MLflow status to FAILED if an error, or KILLED if Ctrl-C, ends the block.
-
-    This also applies to all child runs that are still running.
-    """
+    """Set the status of a run and its running children to FAILED if an error, or KILLED if Ctrl-C, ends the block."""
     try:
         yield
     except BaseException as error:
@@ -218,15 +195,12 @@ def finish_run(
     """Close the MLflow run: log its final metrics, tags and artifacts, and set its status."""
     client = MlflowClient(run.uri)
     now = int(time.time() * 1000)
+    finite = {metric_name(key): float(value) for key, value in metrics.items() if math.isfinite(value)}
+    all_tags = {**(tags or {}), **({"mlflow.note.content": note} if note else {})}
     client.log_batch(
         run.run_id,
-        metrics=[
-            Metric(metric_name(key), float(value), now, 0) for key, value in metrics.items() if math.isfinite(value)
-        ],
-        tags=[
-            RunTag(key, value)
-            for key, value in {**(tags or {}), **({"mlflow.note.content": note} if note else {})}.items()
-        ],
+        metrics=[Metric(key, value, now, 0) for key, value in finite.items()],
+        tags=[RunTag(key, value) for key, value in all_tags.items()],
     )
     if artifacts is not None:
         client.log_artifacts(run.run_id, str(artifacts))
@@ -241,19 +215,12 @@ _SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 def run_tags(config: Any, tracking: TrackingSection) -> dict[str, str]:
     """Return tags by which a run can be found: configuration hash, preset and table of a paper; empty tags are omitted."""
-    tags = {
-        "configuration_hash": configuration_hash(config),
-        "preset": tracking.preset,
-        "paper.table": tracking.paper,
-    }
-    return {name: value for name, value in tags.items() if value}
+    found = {"preset": tracking.preset, "paper.table": tracking.paper}
+    return {"configuration_hash": configuration_hash(config), **{name: tag for name, tag in found.items() if tag}}
 
 
 def ray_job_id() -> str:
-    """Return the ID of the Ray job whose driver this process is; empty if Ray is not running.
-
-    For a job started by `ray job submit` this is its submission ID, else Ray's internal job ID.
-    """
+    """Return the ID of the Ray job that this process drives (of a submitted one its submission ID); empty without Ray."""
     submitted = json.loads(os.environ.get(_SUBMITTED_JOB, "{}")).get("metadata", {})
     if name := submitted.get("job_submission_id", ""):
         return str(name)
@@ -262,14 +229,11 @@ def ray_job_id() -> str:
 
 
 def origin_tags() -> dict[str, str]:
-    """Return tags that say who started a run, with which command, in which Ray job and from which revision of the code.
-
-    Must be called in the process that started the job; what is unknown is omitted.
-    """
+    """Return tags that say who started this process, with which command, in which Ray job and from which revision."""
     tags = revision_tags()
     if ray_job := ray_job_id():
         tags[JOB_TAG] = ray_job
-    with contextlib.suppress(OSError, KeyError):  # in a container the user ID may have no name
+    with suppress(OSError, KeyError):  # in a container the user ID may have no name
         tags["mlflow.user"] = getpass.getuser()
     module = getattr(sys.modules["__main__"], "__spec__", None)
     if module is not None and module.name.startswith("jobs."):
@@ -311,13 +275,11 @@ def open_client(uri: str) -> MlflowClient:
 def find_or_create_experiment(client: MlflowClient, uri: str, name: str) -> str:
     """Return the ID of the experiment; the artifacts of a new one lie beside the file of SQLite, or at the server."""
     location = (sqlite_file(uri).parent / "mlartifacts").as_uri() if uri.startswith(SQLITE) else None
-    existing = client.get_experiment_by_name(name)
-    if existing is None:
+    if not (existing := client.get_experiment_by_name(name)):
         try:
             return str(client.create_experiment(name, artifact_location=location))
         except MlflowException:
-            existing = client.get_experiment_by_name(name)  # another process may have made it
-            if existing is None:
+            if not (existing := client.get_experiment_by_name(name)):  # another process may have made it
                 raise
     _refuse_deleted(existing, uri)
     return str(existing.experiment_id)
