@@ -24,18 +24,14 @@ import json
 import multiprocessing
 import os
 import random
-import sys
 import tarfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
 
 from pipelines.sample.scenes import CONCEPTS, draw_concepts, draw_scene, generate_captions, render, zipf_probabilities
 from pipelines.storage import check_empty, created_at_once
-
-if TYPE_CHECKING:
-    from webdataset import ShardWriter
 
 NUM_IMAGES_DEFAULT = 20_000
 IMAGE_SIZE_DEFAULT = 64
@@ -69,23 +65,6 @@ class ImagesSummary:
     num_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Archive:
-    """Everything that a process needs to know to write one tar."""
-
-    path: Path
-    split: str
-    number: int
-    first: int
-    """Number of the tar's first image within its split, from 0."""
-    concepts: tuple[int, ...]
-    """For every image, the index of its concept in CONCEPTS."""
-    frequencies: tuple[int, ...]
-    """For every concept, the number of pairs in `train`."""
-    image_size: int
-    seed: int
-
-
 def write_images(
     directory: Path,
     *,
@@ -97,9 +76,7 @@ def write_images(
     seed: int = 0,
     num_processes: int | None = None,
 ) -> ImagesSummary:
-    """Write all splits of the data set.
-
-    `directory` appears only when it is complete, through a rename.
+    """Write all splits of the data set; `directory` appears only when it is complete, through a rename.
 
     Args:
         directory: directory to create.
@@ -122,12 +99,17 @@ def write_images(
     concepts["zero_shot"] = [concept for concept in range(num_classes) for _ in range(num_images_per_class)]
     frequencies = {split: _count_concepts(drawn) for split, drawn in concepts.items()}
     with created_at_once(directory) as staging:
-        for split in concepts:
-            (staging / split).mkdir(parents=True)
-        archives = _list_archives(staging, concepts, frequencies["train"], image_size, seed)
+        tars = []
+        for split, drawn in concepts.items():
+            (staging / split).mkdir()
+            step = len(drawn) if split == "zero_shot" else NUM_PAIRS_PER_SHARD
+            for number, first in enumerate(range(0, len(drawn), step)):
+                path = staging / split / ("test.tar" if split == "zero_shot" else f"{number:05d}.tar")
+                tars.append((path, split, number, first, drawn[first : first + step]))
+        write = partial(_write_tar, frequencies=frequencies["train"], image_size=image_size, seed=seed)
         # Processes are forked, because a new interpreter would spend seconds on importing what the caller has imported.
         with multiprocessing.get_context("fork").Pool(num_processes or os.cpu_count()) as pool:
-            pool.map(_write_archive, archives, chunksize=1)
+            pool.starmap(write, tars, chunksize=1)
             # Leaving the `with` block would terminate the processes with SIGTERM. In a job that has started Ray they
             # have inherited a handler for it, which a process that waits for a lock would never run, so the pool
             # would hang.
@@ -144,36 +126,6 @@ def write_images(
         num_classes_zero_shot=num_classes,
         num_bytes=num_bytes,
     )
-
-
-def _list_archives(
-    directory: Path, concepts: dict[str, list[int]], frequencies: tuple[int, ...], image_size: int, seed: int
-) -> list[_Archive]:
-    """Divide the images of all splits among tars.
-
-    Args:
-        directory: directory of the splits.
-        concepts: index of the concept of every image, by split.
-        frequencies: number of pairs in `train` of every concept.
-        image_size, seed: arguments of :func:`write_images`.
-    """
-    archives = []
-    for split, drawn in concepts.items():
-        step = len(drawn) if split == "zero_shot" else NUM_PAIRS_PER_SHARD
-        for number, first in enumerate(range(0, len(drawn), step)):
-            archives.append(
-                _Archive(
-                    path=directory / split / ("test.tar" if split == "zero_shot" else f"{number:05d}.tar"),
-                    split=split,
-                    number=number,
-                    first=first,
-                    concepts=tuple(drawn[first : first + step]),
-                    frequencies=frequencies,
-                    image_size=image_size,
-                    seed=seed,
-                )
-            )
-    return archives
 
 
 def read_captions(directory: Path) -> Iterator[str]:
@@ -206,52 +158,50 @@ def _make_concept_table(frequencies: dict[str, tuple[int, ...]]) -> dict[str, ob
     }
 
 
-def _write_archive(archive: _Archive) -> None:
-    size = len(archive.concepts)
-    keys = random.Random(f"{archive.seed}:{archive.split}:keys:{archive.number}").sample(
-        range(size + _NUM_GAPS_PER_SHARD), size
+def _write_tar(
+    path: Path,
+    split: str,
+    number: int,
+    first: int,
+    concepts: list[int],
+    *,
+    frequencies: tuple[int, ...],
+    image_size: int,
+    seed: int,
+) -> None:
+    """Write tar `number` of a split, with an image of each of the concepts; `first` is the number of its first image."""
+    from webdataset import TarWriter
+
+    keys = random.Random(f"{seed}:{split}:keys:{number}").sample(
+        range(len(concepts) + _NUM_GAPS_PER_SHARD), len(concepts)
     )
     numbers_in_class: dict[int, int] = {}
-    with archive.path.open("wb") as file, _shard_writer(file) as writer:
-        for offset, (key, concept) in enumerate(zip(sorted(keys), archive.concepts, strict=True)):
-            generator = random.Random(f"{archive.seed}:{archive.split}:{archive.first + offset}")
+    # Time stamps are 0, so that equal data give equal files.
+    with path.open("wb") as file, TarWriter(file, encoder=False, mtime=0.0) as writer:
+        for offset, (key, concept) in enumerate(zip(sorted(keys), concepts, strict=True)):
+            generator = random.Random(f"{seed}:{split}:{first + offset}")
             scene = draw_scene(CONCEPTS[concept], generator)
             image = io.BytesIO()
-            render(scene, archive.image_size, generator).save(image, "JPEG", quality=_JPEG_QUALITY)
-            if archive.split == "zero_shot":
-                number = numbers_in_class[concept] = numbers_in_class.get(concept, -1) + 1
-                writer.write({"__key__": f"{CONCEPTS[concept].name}/{number:04d}", "jpg": image.getvalue()})
+            render(scene, image_size, generator).save(image, "JPEG", quality=_JPEG_QUALITY)
+            if split == "zero_shot":
+                place = numbers_in_class[concept] = numbers_in_class.get(concept, -1) + 1
+                writer.write({"__key__": f"{CONCEPTS[concept].name}/{place:04d}", "jpg": image.getvalue()})
                 continue
-            texts = generate_captions(scene, 1 if archive.split == "train" else NUM_RETRIEVAL_CAPTIONS, generator)
-            name = f"{archive.number * _NUM_KEYS_PER_SHARD + key:09d}"
+            texts = generate_captions(scene, 1 if split == "train" else NUM_RETRIEVAL_CAPTIONS, generator)
+            name = f"{number * _NUM_KEYS_PER_SHARD + key:09d}"
             record = {
                 "caption": texts[0],
                 **({"captions": texts} if len(texts) > 1 else {}),
                 "key": name,
                 "status": "success",
                 "error_message": None,
-                "width": archive.image_size,
-                "height": archive.image_size,
+                "width": image_size,
+                "height": image_size,
                 "concept": CONCEPTS[concept].name,
                 "concept_rank": concept + 1,
-                "concept_frequency": archive.frequencies[concept],
-                "concept_share": archive.frequencies[concept] / sum(archive.frequencies),
+                "concept_frequency": frequencies[concept],
+                "concept_share": frequencies[concept] / sum(frequencies),
                 "scene": asdict(scene),
             }
-            writer.write(
-                {
-                    "__key__": name,
-                    "jpg": image.getvalue(),
-                    "txt": texts[0].encode(),
-                    "json": json.dumps(record).encode(),
-                }
-            )
-
-
-def _shard_writer(file: BinaryIO) -> ShardWriter:
-    """Return webdataset's writer of one shard; time stamps are 0, so that equal data give equal files."""
-    import webdataset
-
-    return webdataset.ShardWriter(
-        "%d", maxcount=sys.maxsize, maxsize=sys.maxsize, opener=lambda _: file, encoder=False, mtime=0.0, verbose=0
-    )
+            data = {"jpg": image.getvalue(), "txt": texts[0].encode(), "json": json.dumps(record).encode()}
+            writer.write({"__key__": name, **data})

@@ -1,22 +1,18 @@
 """Scenes of the sample images: what they show, captions that state only what they show, and their pixels.
 
-A scene has a main group of figures that shows its concept, other groups, and a background.
+A scene has a main group of figures that shows its concept, a pair of shape and colour, other groups, and a background.
+Concepts follow a Zipf law with exponent s: the concept of rank r (1 is the most frequent) has probability r^−s / Σ_q q^−s,
+so that there are frequent and rare concepts by construction. Everything else in a scene is drawn independently of them.
 
-Every scene has one main concept, which is a pair of shape and colour. Concepts follow a Zipf law with exponent s: the
-concept of rank r (1 is the most frequent) has probability r^−s / Σ_q q^−s, so that there are frequent and rare
-concepts by construction. Everything else in a scene is drawn independently of the concept, so that images of one
-concept differ in details only.
-
-Lengths are fractions of the canvas, with x to the right and y downwards from the top left corner. Angles are in
-radians.
+Lengths are fractions of the canvas, with x to the right and y downwards from the top left corner; angles are in radians.
 
 A caption always names the main group's shape and colour, with one of several words for each. Whether it mentions anything
 else (size, pattern, place, other groups, relations, background), in which order and in which words, is drawn anew for every
-caption. Two captions of a scene are therefore paraphrases, and either may contain details that the other omits.
+caption.
 
 A figure's outline is filled at four times the resolution and averaged down to a mask. Its colour is pasted through this
 mask, and then a darker shade of it where the pattern's mask is set too. Backgrounds use the same pattern masks with a fainter
-shade. Colours vary a little from figure to figure, as real paint and light do, and noise is added to the whole image.
+shade. Colours vary a little from figure to figure, and noise is added to the whole image.
 """
 
 from __future__ import annotations
@@ -290,10 +286,8 @@ def find_relations(group: Group, other: Group) -> list[str]:
             names.append(low)
         elif max(second) + _MIN_OFFSET < min(first):
             names.append(high)
-    if (
-        len(group.figures) == len(other.figures) == 1
-        and measure_gap(group.figures[0], other.figures[0]) < _MAX_GAP_BESIDE
-    ):
+    are_single = len(group.figures) == len(other.figures) == 1
+    if are_single and measure_gap(group.figures[0], other.figures[0]) < _MAX_GAP_BESIDE:
         names.append("beside")
     return names
 
@@ -360,7 +354,7 @@ _FIGURE_SHADE = 0.5
 _BACKGROUND_SHADE = 0.84
 _NOISE = 0.04
 
-Color = tuple[int, int, int]
+Color = tuple[int, ...]
 Point = tuple[float, float]
 Outline = tuple[Sequence[Point], bool]
 """A polygon inside the unit circle, and whether it is added to the figure (True) or cut out of it (False)."""
@@ -411,19 +405,12 @@ def _draw_figure(image: Image.Image, group: Group, figure: Figure, generator: ra
 
 
 def _jitter(colour: Color, generator: random.Random) -> Color:
-    red, green, blue = (
-        max(0, min(255, channel + generator.randint(-COLOUR_JITTER, COLOUR_JITTER))) for channel in colour
-    )
-    return red, green, blue
+    return tuple(max(0, min(255, channel + generator.randint(-COLOUR_JITTER, COLOUR_JITTER))) for channel in colour)
 
 
 def _shade(colour: Color, factor: float) -> Color:
     """Return a shade of a colour: darker by the factor, or lighter if the colour is already dark."""
-    if sum(colour) < 150:
-        red, green, blue = (channel + 110 for channel in colour)
-    else:
-        red, green, blue = (round(channel * factor) for channel in colour)
-    return red, green, blue
+    return tuple(channel + 110 if sum(colour) < 150 else round(channel * factor) for channel in colour)
 
 
 # ---- patterns --------------------------------------------------------------------------------------------------------
@@ -475,11 +462,8 @@ def _disc(radius: float = 1.0, centre: Point = (0, 0)) -> list[Point]:
 
 
 def _star() -> list[Point]:
-    return [
-        point
-        for outer, inner in zip(_regular(5), _regular(5, start=-54, radius=0.42), strict=True)
-        for point in (outer, inner)
-    ]
+    outer, inner = _regular(5), _regular(5, start=-54, radius=0.42)
+    return list(itertools.chain.from_iterable(zip(outer, inner, strict=True)))
 
 
 def _heart() -> list[Point]:

@@ -1,8 +1,7 @@
 """Collect a text corpus from the English documentation on any machine that has the project installed.
 
-Installed Python packages and the standard library contain tens of megabytes of documentation: docstrings, README
-files and release descriptions. Without markup, code and repetitions it is real prose by many authors, and enough to
-train a small tokenizer and a small model where no corpus can be downloaded. No package is imported; files are only read.
+Docstrings, README files and release descriptions of the installed packages and the standard library, without markup, code
+and repetitions, are tens of megabytes of prose by many authors. No package is imported; files are only read.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from pipelines.storage import check_empty, created_at_once
 
 NUM_BYTES_DEFAULT = 24_000_000
 NUM_BYTES_PER_MEMBER = 1_000_000
+"""About the size of the members of a tar before compression; one ends with the document that completes it."""
 MIN_DOCUMENT_CHARACTERS = 200
 VALIDATION_ONE_IN = 50
 MIN_CODE_CHARACTERS = 2_000
@@ -71,9 +71,8 @@ def collect_prose(
 ) -> Iterator[ProseDocument]:
     """Yield the documents of the files below `roots` (None: `default_roots()`), with at most `num_bytes` bytes of UTF-8.
 
-    Files are visited in the order of a hash of their path, so that any limit keeps a mixture of packages, the same
-    one every time. A paragraph that occurred before is omitted, and so is a file with fewer than
-    MIN_DOCUMENT_CHARACTERS left.
+    Files are visited in the order of a hash of their path, so that any limit keeps the same mixture of packages. A paragraph
+    that occurred before is omitted, and so is a file with fewer than MIN_DOCUMENT_CHARACTERS left.
     """
     if num_bytes <= 0:
         raise ValueError(f"num_bytes is {num_bytes}; expected a positive number of bytes")
@@ -123,31 +122,31 @@ def write_corpus(
     with created_at_once(directory) as staging:
         for split in num_documents:
             (staging / split).mkdir(parents=True)
-        shards: list[_Shard] = []
-        validation = io.BytesIO()
+        shards: list[list[bytearray]] = [[] for _ in range(num_shards)]  # the members of each, before compression
+        validation = bytearray()
         for document in collect_prose(num_bytes=num_bytes, roots=roots):
             text = document.text.encode()
             record = json.dumps({"text": document.text, "meta": {"source": document.source}}).encode() + b"\n"
             digest = hashlib.blake2b(text, digest_size=8).digest()
             split = "validation" if int.from_bytes(digest, "big") % VALIDATION_ONE_IN == 0 else "train"
             if split == "train":
-                index = num_documents[split] % num_shards
-                if index == len(shards):
-                    shards.append(_Shard(staging / split / f"prose-{index:05d}.jsonl.zst.tar"))
-                shards[index].add(record)
+                members = shards[num_documents[split] % num_shards]
+                if not members or len(members[-1]) >= NUM_BYTES_PER_MEMBER:
+                    members.append(bytearray())
+                members[-1] += record
             else:
-                validation.write(record)
+                validation += record
             num_documents[split] += 1
             num_text_bytes[split] += len(text)
-        for shard in shards:
-            shard.close()
+        for number, members in enumerate(shards):
+            if members:
+                _write_tar(staging / "train" / f"prose-{number:05d}.jsonl.zst.tar", members)
         for split, number in num_documents.items():
             if number == 0:
                 raise ValueError(
                     f"num_bytes = {num_bytes} leaves no document for the {split} split: choose a larger number"
                 )
-        compressed = zstandard.ZstdCompressor().compress(validation.getvalue())
-        (staging / "validation" / "prose-00000.jsonl.zst").write_bytes(compressed)
+        (staging / "validation" / "prose-00000.jsonl.zst").write_bytes(zstandard.compress(validation))
     return CorpusSummary(
         num_documents_train=num_documents["train"],
         num_bytes_train=num_text_bytes["train"],
@@ -159,15 +158,8 @@ def write_corpus(
 def write_code(directory: Path, *, num_documents: int = 40, roots: Sequence[Path] | None = None) -> int:
     """Write `code-00000.jsonl.zst` with Python source, text of another kind than the prose of `write_corpus`.
 
-    A document is the beginning of a file of at least MIN_CODE_CHARACTERS. `directory` appears only when it is complete.
-
-    Args:
-        directory: directory to create.
-        num_documents: largest number of files.
-        roots: directories to search, or None for `default_roots()`.
-
-    Returns:
-        Number of documents.
+    A document is the beginning of a file of at least MIN_CODE_CHARACTERS below `roots`; at most `num_documents` are written.
+    Their number is returned. `directory` appears only when it is complete.
 
     Raises:
         FileExistsError: if `directory` already exists and is not an empty directory.
@@ -182,39 +174,18 @@ def write_code(directory: Path, *, num_documents: int = 40, roots: Sequence[Path
                 record = {"text": text[:MIN_CODE_CHARACTERS], "meta": {"source": source}}
                 lines.append(json.dumps(record).encode() + b"\n")
     with created_at_once(directory) as staging:
-        staging.mkdir(parents=True, exist_ok=True)
-        data = zstandard.ZstdCompressor().compress(b"".join(lines))
-        (staging / "code-00000.jsonl.zst").write_bytes(data)
+        (staging / "code-00000.jsonl.zst").write_bytes(zstandard.compress(b"".join(lines)))
     return len(lines)
 
 
-class _Shard:
-    """Writer of a tar of `.jsonl.zst` members, each with about NUM_BYTES_PER_MEMBER bytes before compression."""
-
-    def __init__(self, path: Path) -> None:
-        self._name = path.name.partition(".")[0]
-        self._tar = tarfile.open(path, mode="w")  # noqa: SIM115 - closed by close()
-        self._buffer = io.BytesIO()
-        self._num_members = 0
-
-    def add(self, record: bytes) -> None:
-        self._buffer.write(record)
-        if self._buffer.tell() >= NUM_BYTES_PER_MEMBER:
-            self._end_member()
-
-    def close(self) -> None:
-        if self._buffer.tell():
-            self._end_member()
-        self._tar.close()
-
-    def _end_member(self) -> None:
-        data = zstandard.ZstdCompressor().compress(self._buffer.getvalue())
-        # The member's time stamp and owner are 0 by default, so that equal documents give equal archives.
-        info = tarfile.TarInfo(f"{self._name}/{self._num_members:05d}.jsonl.zst")
-        info.size = len(data)
-        self._tar.addfile(info, io.BytesIO(data))
-        self._num_members += 1
-        self._buffer = io.BytesIO()
+def _write_tar(path: Path, members: Sequence[bytearray]) -> None:
+    with tarfile.open(path, mode="w") as tar:
+        for number, member in enumerate(members):
+            data = zstandard.compress(member)
+            # The member's time stamp and owner are 0 by default, so that equal documents give equal archives.
+            info = tarfile.TarInfo(f"{path.name.partition('.')[0]}/{number:05d}.jsonl.zst")
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
 
 
 def _list_files(roots: Sequence[Path]) -> list[tuple[Path, str]]:
@@ -239,8 +210,7 @@ _QUOTES = re.compile("\"\"\"|'''")
 def extract_docstrings(code: str) -> Iterator[str]:
     """Yield the triple-quoted strings that are statements: docstrings of modules, classes, functions and attributes.
 
-    The first line of each keeps the indentation that the statement has in the file, so that all lines of a paragraph
-    are indented alike.
+    The first line of each keeps its indentation, so that all lines of a paragraph are indented alike.
     """
     end = 0
     while opening := _QUOTES.search(code, end):
