@@ -5,12 +5,11 @@ and the row of an item follow from its shard and its row in it. The order of tra
 
 Text: the last hidden states of d numbers in bfloat16 and the targets. A block of T tokens takes T·(2d + 4) + 8 bytes.
 
-Pairs: an embedding for every image, of its central view (`pipelines.images.views.evaluation_view`), and one for every
-caption, with its noise if there is any: an image with several captions is as many pairs, as in training on the towers.
-Embeddings are float32. A similarity is divided by temperatures down to .005, so that the rounding of bfloat16, up to .004
-of a cosine, would change exp(similarity/τ) by factors of two. With embeddings of d numbers an image takes 4d + 4 bytes and a
-caption 4d + 10: beside the embedding, a hash of the view's pixels; and the number of the caption's image and a hash of its
-tokens. The two hashes give the digest that the pair has in training on the towers.
+Pairs: an embedding for every image, of its central view (`pipelines.images.views.evaluation_view`), in 4d + 4 bytes, and one
+for every caption, with its noise if there is any, in 4d + 10. They are float32: a similarity is divided by temperatures down
+to .005, so that the rounding of bfloat16, up to .004 of a cosine, would change exp(similarity/τ) by factors of two. Beside
+them are hashes of the view's pixels and of the caption's tokens, which give the digest that the pair has in training on the
+towers, and the number of the caption's image.
 
 Shapes: n rows (blocks, images or captions), T tokens in a block, d hidden size or dimensions of an embedding.
 """
@@ -153,7 +152,7 @@ class FeatureFiles:
 
 
 def _prefetch(kinds: Sequence[FeatureFiles], cache_bytes: int, *windows: Sequence[int]) -> None:
-    """Fetch the files of the shards of windows into the node's cache (see `pipelines.stream.RemoteSource`)."""
+    """Fetch the files of the shards of windows into the node's cache (see `pipelines.stream.Source`)."""
     root = resolve(kinds[0].directory)[1]
     paths = [
         [f"{root}/{part.file}" for files in kinds for shard in window for part in files.parts_of(shard)]
@@ -168,10 +167,7 @@ def describe_bytes(num_bytes: int) -> str:
 
 
 def features_directory(root: str, data: Manifest | ImageManifest, **settings: object) -> str:
-    """Return the directory, below that of prepared data, of the features of a data set.
-
-    Its name contains a hash of all that determines them: the data, and the settings (digest of the model, precision …).
-    """
+    """Return the directory of the features of a data set; a hash in its name is that of the data and of the settings."""
     return f"{root}/features-{compute_digest([_VERSION, data.digest, dict(sorted(settings.items()))])}"
 
 
@@ -194,6 +190,20 @@ class _Stored:
         }
         content = {self.noun: sizes | {"base_digest": base_digest}, self.data: data.directory}
         write_manifest(self.directory, {"version": _VERSION, **content, f"{self.data}_digest": data.digest})
+
+    def _files(
+        self, name: str, sizes: tuple[int, ...], *columns: Column, noun: str = "", num_input_bytes: int = 0
+    ) -> FeatureFiles:
+        """Return files of as many rows as fit into memory, and as `num_input_bytes` of which each is computed do."""
+        num_rows = max(1, FILE_BYTES // max(num_input_bytes, sum(column.num_bytes for column in columns)))
+        return FeatureFiles(
+            directory=self.directory,
+            name=name,
+            noun=noun or name,
+            shard_sizes=sizes,
+            columns=columns,
+            rows_per_file=num_rows,
+        )
 
     @classmethod
     def load(cls, directory: str, data: Manifest | ImageManifest) -> Self:
@@ -229,14 +239,7 @@ class Features(_Stored):
             Column(name="targets", dtype=np.int32, shape=(num_tokens,)),
             Column(name="digest", dtype=np.int64),
         )
-        return FeatureFiles(
-            directory=self.directory,
-            name="features",
-            noun="blocks",
-            shard_sizes=self.text.shard_sizes,
-            columns=columns,
-            rows_per_file=max(1, FILE_BYTES // sum(column.num_bytes for column in columns)),
-        )
+        return self._files("features", self.text.shard_sizes, *columns, noun="blocks")
 
     def describe_size(self) -> str:
         """Return how much the features take, in total and per token."""
@@ -259,17 +262,14 @@ class FeatureSource:
     """Whether the model is to predict the end-of-text token (see `pipelines.text.blocks.without_end`)."""
 
     def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
-        """Return `hidden` (n, T, d) int16 (bits of bfloat16), `targets` (n, T) and `digest` (n,) of n blocks.
-
-        They do not depend on the epoch.
-        """
+        """Return `hidden` (n, T, d) int16 (bits of bfloat16), `targets` (n, T) and `digest` (n,), the same in every epoch."""
         batch = self.features.blocks.read(shards, rows, cache_bytes=self.cache_bytes)
         batch = batch | {"targets": batch["targets"].astype(np.int64)}
         return batch if self.end_is_target else without_end(batch, self.features.text)
 
-    def prefetch(self, now: Sequence[int], later: Sequence[int] = (), before: Sequence[int] = ()) -> None:
-        """Fetch the files of shards into the node's cache in the background (see `pipelines.stream.RemoteSource`)."""
-        _prefetch([self.features.blocks], self.cache_bytes, now, later, before)
+    def prefetch(self, *windows: Sequence[int]) -> None:
+        """Fetch the files of shards into the node's cache in the background (see `pipelines.stream.Source`)."""
+        _prefetch([self.features.blocks], self.cache_bytes, *windows)
 
     def name(self, shard: int, row: int) -> str:
         """Return the file of the text and the row in it, for messages."""
@@ -302,26 +302,19 @@ class PairEmbeddings(_Stored):
     def images(self) -> FeatureFiles:
         """The files with a row for every image."""
         sizes = tuple(shard.num_images for shard in self.pairs.shards)
-        return self._files("images", sizes, 3 * self.image_size**2, Column(name="pixel_hash", dtype=np.uint32))
+        columns = self._embedding, Column(name="pixel_hash", dtype=np.uint32)
+        return self._files("images", sizes, *columns, num_input_bytes=3 * self.image_size**2)
 
     @property
     def captions(self) -> FeatureFiles:
         """The files with a row for every caption, that is, for every pair."""
-        columns = Column(name="image", dtype=np.int64), Column(name="token_hash", dtype=np.uint16)
+        columns = self._embedding, Column(name="image", dtype=np.int64), Column(name="token_hash", dtype=np.uint16)
         num_input_bytes = 2 * 8 * self.num_text_tokens  # tokens and mask
-        return self._files("captions", self.pairs.shard_sizes, num_input_bytes, *columns)
+        return self._files("captions", self.pairs.shard_sizes, *columns, num_input_bytes=num_input_bytes)
 
-    def _files(self, name: str, sizes: tuple[int, ...], num_input_bytes: int, *others: Column) -> FeatureFiles:
-        columns = (Column(name="embedding", dtype=np.float32, shape=(self.embedding_size,)), *others)
-        num_bytes = max(num_input_bytes, sum(column.num_bytes for column in columns))
-        return FeatureFiles(
-            directory=self.directory,
-            name=name,
-            noun=name,
-            shard_sizes=sizes,
-            columns=columns,
-            rows_per_file=max(1, FILE_BYTES // num_bytes),
-        )
+    @property
+    def _embedding(self) -> Column:
+        return Column(name="embedding", dtype=np.float32, shape=(self.embedding_size,))
 
     @property
     def num_bytes(self) -> int:
@@ -337,7 +330,7 @@ class PairEmbeddings(_Stored):
         )
 
     def read_held_out(self, num_images: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the embeddings of the first images (num_images, d) and of all m captions of these (m, d), for validation.
+        """Return the embeddings of the first images (num_images, d), and for validation of all m captions of these (m, d).
 
         The third array, (m,), has the number of the image that each caption belongs to.
         """
@@ -358,7 +351,7 @@ class EmbeddingSource:
     def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
         """Return the training arrays of n pairs, which do not depend on the epoch.
 
-        `image_embeddings`, `text_embeddings` (n, d) float32; `ids`, `image_ids` and `digest` (n,) int64 are those of
+        `image_embeddings`, `text_embeddings` (n, d) float32; `ids`, `image_ids` and `digest` (n,) int64, those of
         `pipelines.images.pairs.PairSource.read` without augmentation.
         """
         stored, pairs = self.embeddings, self.embeddings.pairs
@@ -374,9 +367,9 @@ class EmbeddingSource:
             "digest": pair_digest(images["pixel_hash"].astype(np.int64), captions["token_hash"].astype(np.int64)),
         }
 
-    def prefetch(self, now: Sequence[int], later: Sequence[int] = (), before: Sequence[int] = ()) -> None:
-        """Fetch the files of shards into the node's cache in the background (see `pipelines.stream.RemoteSource`)."""
-        _prefetch([self.embeddings.images, self.embeddings.captions], self.cache_bytes, now, later, before)
+    def prefetch(self, *windows: Sequence[int]) -> None:
+        """Fetch the files of shards into the node's cache in the background (see `pipelines.stream.Source`)."""
+        _prefetch([self.embeddings.images, self.embeddings.captions], self.cache_bytes, *windows)
 
     def name(self, shard: int, row: int) -> str:
         """Return the key, the archive and the id of a pair, for messages."""

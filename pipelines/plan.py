@@ -3,10 +3,9 @@
 The stream is the infinite sequence epoch 0, epoch 1, …; each epoch visits every item exactly once. A *place* is an
 index into the stream. With B items per batch, batch k consists of places kB … (k+1)B−1. Batches may cross the end of
 an epoch, so no item is dropped and the order does not depend on the number of workers. In each epoch the parts of the
-data (such as groups of members of a tar, each with one or a few shards) are permuted, so are the shards within a part,
-and they are grouped into windows in this order. The items within a window are permuted, so that a reader needs only
-one window in memory at a time. A window depends on no part after its own, so that training can start while later
-parts are still being prepared.
+data (such as groups of members of a tar) are permuted, so are the shards within a part, and they are grouped into windows
+in this order, within which the items are permuted: a reader needs only one window at a time. A window depends on no part
+after its own, so that training can start while later parts are still being prepared.
 
 The cursor of a run, which is all that is needed to resume it, is a single number: the next place.
 """
@@ -17,6 +16,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import ClassVar
 
 import numpy as np
 
@@ -57,6 +57,8 @@ class StreamPlan:
     """Number of items that complete a window: shards are added to it until it holds this many or the epoch ends."""
     part_sizes: tuple[int, ...] = ()
     """Number of shards in every part, whose shards are consecutive. If empty, every shard is a part of its own."""
+    is_growing: ClassVar[bool] = False
+    """Whether the sizes of parts become known one after the other, so that a window may have to be waited for."""
     identity: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Hashes by which other data are recognised. What is not known yet of data that are still being prepared is absent."""
 
@@ -69,11 +71,6 @@ class StreamPlan:
     def num_items_per_epoch(self) -> int | None:
         """Number of items in one epoch, which is the number of items in all shards; None if it is not known yet."""
         return sum(self.shard_sizes)
-
-    @property
-    def is_growing(self) -> bool:
-        """Whether the sizes of parts become known one after the other, so that a window may have to be waited for."""
-        return False
 
     @property
     def order_version(self) -> int:

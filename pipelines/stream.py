@@ -3,8 +3,7 @@
 Each Ray task reads this rank's items of one window, or of a few batches of a window, and yields several batches at a
 time. Ray Data reads ahead of the consumer within its memory budget and preserves the order. A run is resumed by
 passing its cursor (the next place) as `start`. Sources that hold their data in memory are read without Ray Data, in
-the same order, and so are all others where Ray is not running. What readers count of repeated requests
-(`pipelines.store_errors`) travels beside the batches.
+the same order, and so are all others where Ray is not running.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ import hashlib
 import itertools
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -46,7 +45,12 @@ _RETRIES = "retries"
 
 
 class Source(Protocol):
-    """Data that can be streamed: items stored as rows of shards."""
+    """Data that can be streamed: items stored as rows of shards.
+
+    A source whose shards may lie in an object store also has `prefetch(now, later, before)`, which fetches shards into the
+    node's cache in the background: those of the window that is read `now`, then of the next one. Those of `before`, which
+    another rank may still read, are not fetched, but do not make room for those that are.
+    """
 
     def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
         """Return n items as arrays with n rows each, in the order of `shards` and `rows` (n,).
@@ -61,24 +65,8 @@ class Source(Protocol):
         ...
 
 
-@runtime_checkable
-class RemoteSource(Protocol):
-    """Source whose shards may lie in an object store."""
-
-    def prefetch(self, now: Sequence[int], later: Sequence[int], before: Sequence[int]) -> None:
-        """Fetch remote shards into the node's cache in the background: of the window read `now`, then of the next one.
-
-        Those of `before`, which another rank may still read, are not fetched, but do not make room for those that are.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Consecutive batches that one execution of Ray Data reads.
-
-    The list of a segment's tasks is bounded, however long the run is.
-    """
+class Segment(NamedTuple):
+    """Consecutive batches, which one execution of Ray Data reads, so that the list of its tasks is bounded."""
 
     start: int
     stop: int
@@ -216,14 +204,11 @@ class RankStream:
 
     def _prefetch(self, windows: list[ShuffleWindow], index: int, place: int) -> None:
         """Have the window of a place and the next one fetched; at first the window before is kept for slower ranks."""
-        if isinstance(self.source, RemoteSource):
+        if prefetch := getattr(self.source, "prefetch", None):
             window = windows[index]
             is_kept = index > 0 and place < window.start + _SHARE_KEPT * window.num_items
-            self.source.prefetch(
-                now=window.shards,
-                later=windows[index + 1].shards if index + 1 < len(windows) else (),
-                before=windows[index - 1].shards if is_kept else (),
-            )
+            later = windows[index + 1].shards if index + 1 < len(windows) else ()
+            prefetch(window.shards, later, windows[index - 1].shards if is_kept else ())
 
     def _read_batch(self, windows: list[ShuffleWindow], first: int) -> Batch:
         """Return this rank's part of the batch that begins at place `first`; a batch may cross the end of a window."""
@@ -288,15 +273,11 @@ class SchedulingThrottle:
             yield batch
             cls.is_awaited.set()
 
-    def before_execution_starts(self, executor: Any) -> None:
-        """Do nothing; Ray Data requires this method."""
+    def _do_nothing(self, *_: object) -> None:
+        """Ray Data requires these methods."""
+
+    before_execution_starts = after_execution_succeeds = after_execution_fails = _do_nothing
 
     def on_execution_step(self, executor: Any) -> None:
         """Wait after each step of the loop, until a batch is awaited or SECONDS have passed."""
         self.is_awaited.wait(self.SECONDS)
-
-    def after_execution_succeeds(self, executor: Any) -> None:
-        """Do nothing; Ray Data requires this method."""
-
-    def after_execution_fails(self, executor: Any, error: Exception) -> None:
-        """Do nothing; Ray Data requires this method."""

@@ -1,8 +1,7 @@
 """Read image–text pairs as training arrays, and images and captions as evaluation arrays, from a prepared data set.
 
-All randomness is a pure function of known numbers: a random view of an image depends on (seed, epoch, pair id), and caption
-noise on (seed, pair id). Images are read from their original location and compared with the checksums that were taken when
-the data set was prepared.
+A random view of an image is a pure function of (seed, epoch, pair id), and caption noise of (seed, pair id). Images are read
+from their original location and compared with the checksums that were taken when the data set was prepared.
 
 Shapes: n pairs in a batch, S pixels per side of a view, t tokens per caption, M images and N pairs in the data set.
 """
@@ -25,8 +24,8 @@ from pipelines.images.decoding import ImageError
 from pipelines.images.manifest import INDEX_SCHEMA, ImageManifest, read_index
 from pipelines.images.views import AugmentationConfig, evaluation_view, training_view
 from pipelines.ranges import ByteRange, gather_rows, range_reader
+from pipelines.stream import Batch
 
-Batch = dict[str, np.ndarray]
 Digest = TypeVar("Digest", int, np.ndarray)
 
 # Keeps the random generators of image views distinct from those of the plan, which are keyed by (seed, epoch, window).
@@ -36,10 +35,7 @@ _NUM_OPEN_INDICES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class PairSource:
-    """Source of image–text pairs for a `RankStream`.
-
-    It can be pickled; files are opened only in the process that reads from them.
-    """
+    """Source of image–text pairs for a `RankStream`; it can be pickled, and opens files in the process that reads."""
 
     manifest: ImageManifest
     tokenizer: PreTrainedTokenizerFast | None = None
@@ -89,11 +85,9 @@ class PairSource:
     def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
         """Return the training arrays of n pairs, given their shards and rows in the shards' indexes, each (n,).
 
-        Returns:
-            `images` (n, S, S, 3) uint8, or (n, v, S, S, 3) of several views; `ids`, `image_ids` (n,) int64, the pair ids
-            0 … N−1 and the image numbers 0 … M−1; `digest` (n,) int64, a 48-bit hash of pixels and tokens. With a
-            tokenizer also `input_ids`, `attention_mask` (n, t) int64; `is_noisy` (n,) bool, whether the caption received
-            noise.
+        `images` (n, S, S, 3) uint8, or (n, v, S, S, 3) of several views; `ids`, `image_ids` (n,) int64, the pair ids
+        0 … N−1 and the image numbers 0 … M−1; `digest` (n,) int64, a 48-bit hash of pixels and tokens. With a tokenizer
+        also `input_ids`, `attention_mask` (n, t) int64; `is_noisy` (n,) bool, whether the caption received noise.
         """
         shards, rows = np.asarray(shards), np.asarray(rows)
         entries = self._entries(shards, rows)
@@ -129,11 +123,11 @@ class PairSource:
             "is_noisy": np.array([is_noisy for _, is_noisy in noised], dtype=bool),
         }
 
-    def prefetch(self, now: Sequence[int], later: Sequence[int] = (), before: Sequence[int] = ()) -> None:
-        """Fetch remote tars, given by their shards, into the node's cache (see `pipelines.stream.RemoteSource`)."""
+    def prefetch(self, *windows: Sequence[int]) -> None:
+        """Fetch remote tars, given by their shards, into the node's cache (see `pipelines.stream.Source`)."""
         paths = [
             [shard.archive for shard in (self.manifest.shards[number] for number in shards) if not shard.is_directory]
-            for shards in (now, later, before)
+            for shards in windows
         ]
         range_reader(self.manifest.source, self.cache_bytes).prefetch(*paths)
 
@@ -167,8 +161,7 @@ class PairSource:
     def share_of_captions_cut(self, max_captions: int = 20_000, max_shards: int = 32) -> float:
         """Return the share of captions that have more than t tokens and are truncated, in [0, 1].
 
-        The share is measured on at most about `max_captions` captions from at most `max_shards` evenly spaced shards,
-        so that it takes no more than a second for a data set of millions. A smaller data set is measured completely.
+        It is measured on about `max_captions` captions from at most `max_shards` evenly spaced shards, which takes a second.
         """
         num_shards = min(len(self.manifest.shards), max_shards)
         chosen = np.unique(np.linspace(0, len(self.manifest.shards) - 1, num_shards).round().astype(int))
@@ -220,9 +213,9 @@ class PairSource:
 
 
 def find_shards(numbers: np.ndarray, firsts: np.ndarray, noun: str) -> np.ndarray:
-    """Return the shard that each of n numbers of pairs or images (`noun`) lies in.
+    """Return the shard of each of n numbers of pairs or images (`noun`); a number that does not exist raises IndexError.
 
-    `firsts` (shards + 1,) has the first number of every shard and the total; a number beyond it raises IndexError.
+    `firsts` (shards + 1,) has the first number of every shard and the total.
     """
     beyond = numbers[(numbers < 0) | (numbers >= firsts[-1])]
     if len(beyond):

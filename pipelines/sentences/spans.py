@@ -5,45 +5,35 @@ Lengths in tokens are drawn from
     l_anchor   = ⌊β (l_max − l_min) + l_min⌋, β ~ Beta(4, 2)       (anchors are mostly long)
     l_positive = ⌊β (l_max − l_min) + l_min⌋, β ~ Beta(2, 4)       (positives are mostly short)
 
-The starts of the A anchors are uniform over all placements inside the document whose starts are ≥ 2·l_max apart. If a
-document is so short that there is no such placement, which the configuration can allow, they are ≥ l_max apart. A
-positive of length l_p for the anchor [a, b) starts uniformly, within the document,
+The starts of the A anchors are uniform over all placements inside the document whose starts are ≥ 2·l_max apart, or
+≥ l_max if it is too short for that. A positive of length l_p for the anchor [a, b) starts uniformly, within the document,
 
     any         in [a − l_p, b]: overlapping, adjacent or inside
     subsuming   in [a, b − l_p], with l_p at most the anchor's length
-    adjacent    at a − l_p or at b
-
-An adjacent positive that fits on neither side of the anchor is shortened to the longer of the two sides.
+    adjacent    at a − l_p or at b; if it fits on neither side, it is shortened to the longer of the two
 
 All randomness is a pure function of (seed, epoch, document key): each random number is a hash of these and of its own
-index, so that it depends neither on the batch nor on the process that reads the document. For integers a and b, a
-Beta(a, b) variable is the a-th smallest of a + b − 1 uniform numbers.
+index. For integers a and b, a Beta(a, b) variable is the a-th smallest of a + b − 1 uniform numbers.
 
 In training arrays (`SpanSource`), a span is a row `[opening] tokens [closing]`, with the special tokens that the tokenizer
-adds to a single text, and anchors are masked for the MLM objective. The document's key (`Manifest.row_keys`) is known as soon
-as the part of the text is prepared that the document belongs to.
+adds to a single text, and anchors are masked for the MLM objective.
 
 Shapes: n documents, A anchors per document, P positives per anchor, t = l_max + number of special tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
-from pipelines.ranges import gather_rows
 from pipelines.stream import Batch, row_digests
-from pipelines.text.blocks import prefetch_shards, read_rows
+from pipelines.text.blocks import TextSource
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import IGNORE_INDEX, DocumentConfig
 from pipelines.text.tokenization import SpecialTokens
-
-if TYPE_CHECKING:  # It imports Ray.
-    from pipelines.text.growing import GrowingManifest
 
 Strategy = Literal["any", "subsuming", "adjacent"]
 
@@ -153,21 +143,6 @@ def sample_spans(num_tokens: np.ndarray, keys: np.ndarray, *, seed: int, epoch: 
     )
 
 
-def gather_spans(
-    tokens: np.ndarray, start: np.ndarray, length: np.ndarray, *, pad_id: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Copy the tokens (total,) of spans, given by start and length (…), into rows that are padded to the longest span.
-
-    Returns the rows and their mask (1 for a token, 0 for padding), each (spans, longest) int64, in the order of `start`.
-    """
-    start, length = start.reshape(-1, 1), length.reshape(-1, 1)
-    column = np.arange(int(length.max(initial=0)))
-    is_token = column < length
-    rows = tokens[np.where(is_token, start + column, 0)].astype(np.int64)
-    rows[~is_token] = pad_id
-    return rows, is_token.astype(np.int64)
-
-
 def _draw_lengths(draws: np.ndarray, rank: int, config: SpanConfig) -> np.ndarray:
     beta = np.sort(draws[..., :_NUM_FOR_LENGTH], axis=-1)[..., rank]
     return (beta * (config.max_length - config.min_length) + config.min_length).astype(np.int64)
@@ -221,22 +196,15 @@ _MASK_STREAM = 0x6D61736B
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpanSource:
-    """Source of spans of the documents of a prepared text (see `pipelines.stream.Source`).
+class SpanSource(TextSource):
+    """Source of spans of the whole documents of a prepared text (see `pipelines.stream.Source`); it can be pickled."""
 
-    It can be pickled.
-    """
-
-    manifest: Manifest | GrowingManifest
-    """Prepared data set of whole documents, which may still be growing."""
     spans: SpanConfig
     special_tokens: SpecialTokens
     seed: int = 0
     """Seed of the spans and of the masking."""
     mask_share: float = 0.15
     """Probability with which each token of an anchor is chosen for prediction; 0 disables masking."""
-    cache_bytes: int = 0
-    """Size of the node's cache of remote shards in bytes; 0: none, so that a shard is read anew every time."""
 
     def __post_init__(self) -> None:
         layout = self.manifest.layout
@@ -264,16 +232,14 @@ class SpanSource:
     def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
         """Return the spans of n documents, given their shards and rows in them, each (n,), drawn for an epoch.
 
-        Returns:
-            `anchor_ids` (n, A, t) and `positive_ids` (n, A, P, t), padded token ids; `anchor_lengths` (n, A) and
-            `positive_lengths` (n, A, P), their numbers of tokens including special tokens; `mlm_labels` (n, A, t), the
-            original tokens at masked positions and -100 elsewhere; `ids` (n,), the numbers of the documents in the data
-            set, or −1 while it grows; `is_crowded` (n,) bool (see `Spans`); `digest` (n,), a 48-bit hash of anchors and
-            positives.
+        `anchor_ids` (n, A, t) and `positive_ids` (n, A, P, t), padded token ids; `anchor_lengths` (n, A) and
+        `positive_lengths` (n, A, P), their numbers of tokens with special ones; `mlm_labels` (n, A, t), the original tokens
+        at masked positions and -100 elsewhere; `ids` (n,), the numbers of the documents in the data set, or −1 while it
+        grows; `is_crowded` (n,) bool (see `Spans`); `digest` (n,), a 48-bit hash of anchors and positives.
         """
         shards, rows = np.asarray(shards), np.asarray(rows)
         keys = self.manifest.row_keys(shards, rows)
-        documents = self._documents(shards, rows)
+        documents = [tokens.values.to_numpy() for tokens in self.gather(shards, rows).column("tokens")]
         lengths = np.array([len(tokens) for tokens in documents])
         spans = sample_spans(lengths, keys, seed=self.seed, epoch=epoch, config=self.spans)
         tokens = np.concatenate(documents)
@@ -298,48 +264,26 @@ class SpanSource:
             "digest": row_digests(a.tobytes() + p.tobytes() for a, p in zip(anchors, positives, strict=True)),
         }
 
-    def prefetch(self, now: Sequence[int], later: Sequence[int] = (), before: Sequence[int] = ()) -> None:
-        """Fetch remote shards into the node's cache in the background (see `pipelines.stream.RemoteSource`)."""
-        prefetch_shards(self.manifest, self.cache_bytes, now, later, before)
-
-    def name(self, shard: int, row: int) -> str:
-        """Return the archive of a document and its number in it, with shard file and row, for messages."""
-        entry = self.manifest.shard(shard)
-        document = read_rows(self.manifest, entry, [row], self.cache_bytes).column("document")[0].as_py()
-        return f"document {document} of part {entry.part} of {entry.archive} ({entry.file}:{row})"
-
     def _ids(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Return the number of each document among all documents, (n,) int64; −1 while the data grow."""
         if not isinstance(self.manifest, Manifest):
             return np.full(len(rows), -1)
         return self.first_rows[shards] + rows
 
-    def _documents(self, shards: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
-        """Return the tokens of n documents, given their shards and rows, each (n,)."""
-        table = gather_rows(
-            shards, rows, lambda s, r: read_rows(self.manifest, self.manifest.shard(s), r, self.cache_bytes)
-        )
-        return [tokens.values.to_numpy() for tokens in table.column("tokens")]
-
     def _rows(self, tokens: np.ndarray, start: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return spans surrounded by special tokens and padded to t, (…, t) int32, and their lengths, (…)."""
-        special = self.special_tokens
-        spans, is_token = gather_spans(tokens, start, length, pad_id=special.pad_id)
-        result = np.full((len(spans), self.width), special.pad_id, dtype=np.int32)
-        opening, closing = len(special.opening), len(special.closing)
+        special, flat = self.special_tokens, length.reshape(-1, 1)
+        opening, column = len(special.opening), np.arange(self.spans.max_length)
+        result = np.full((len(flat), self.width), special.pad_id, dtype=np.int32)
         result[:, :opening] = special.opening
-        result[:, opening : opening + spans.shape[1]][is_token == 1] = spans[is_token == 1]
-        flat = length.reshape(-1)
+        is_token = column < flat
+        result[:, opening : opening + len(column)][is_token] = tokens[(start.reshape(-1, 1) + column)[is_token]]
         for place, token in enumerate(special.closing):
-            result[np.arange(len(spans)), opening + flat + place] = token
-        return result.reshape(*length.shape, self.width), length + opening + closing
+            result[np.arange(len(flat)), opening + flat[:, 0] + place] = token
+        return result.reshape(*length.shape, self.width), length + special.num_added
 
     def _masked(self, rows: np.ndarray, lengths: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Mask some tokens of rows (A, t), but never special tokens.
-
-        Returns:
-            The masked rows (A, t), and the labels (A, t): the original tokens where masked, and IGNORE_INDEX elsewhere.
-        """
+        """Mask some tokens of rows (A, t), but never special tokens; return the rows and the labels (A, t)."""
         special = self.special_tokens
         choice, kind = rng.random((2, *rows.shape))
         random_tokens = rng.integers(special.vocab_size, size=rows.shape)

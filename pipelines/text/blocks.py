@@ -5,7 +5,7 @@ Remote shards are kept on the node's own disk and prefetched.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +24,38 @@ if TYPE_CHECKING:  # It imports Ray.
     from pipelines.text.growing import GrowingManifest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockSource:
-    """Source of the blocks of a prepared text (see `pipelines.stream.Source`)."""
+@dataclass(frozen=True, kw_only=True)
+class TextSource:
+    """Rows of a prepared text, of which a `pipelines.stream.Source` makes arrays."""
 
     manifest: Manifest | GrowingManifest
-    """Prepared data set of packed blocks, which may still be growing."""
+    """Prepared data set, which may still be growing."""
     cache_bytes: int = 0
     """Size of the node's cache of remote shards in bytes; 0: none, so that a shard is read anew every time."""
+
+    def gather(self, shards: np.ndarray, rows: np.ndarray) -> pa.Table:
+        """Return n rows, given their shards and rows in them, each (n,)."""
+        return gather_rows(
+            shards, rows, lambda s, r: read_rows(self.manifest, self.manifest.shard(s), r, self.cache_bytes)
+        )
+
+    def prefetch(self, *windows: Sequence[int]) -> None:
+        """Fetch remote shards into the node's cache in the background (see `pipelines.stream.Source`)."""
+        root = resolve(self.manifest.directory)[1]
+        paths = [[f"{root}/{self.manifest.shard(shard).file}" for shard in window] for window in windows]
+        range_reader(self.manifest.directory, self.cache_bytes).prefetch(*paths, whole=True)
+
+    def name(self, shard: int, row: int) -> str:
+        """Return the shard file, row, archive, part and first document of a row, for messages."""
+        entry = self.manifest.shard(shard)
+        document = read_rows(self.manifest, entry, [row], self.cache_bytes).column("document")[0].as_py()
+        return f"{entry.file}:{row} (document {document} of part {entry.part} of {entry.archive})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSource(TextSource):
+    """Source of the blocks of a prepared text (see `pipelines.stream.Source`)."""
+
     end_is_target: bool = True
     """Whether the model is to predict the end-of-text token (see :func:`without_end`)."""
 
@@ -40,22 +64,9 @@ class BlockSource:
 
         Blocks do not depend on the epoch.
         """
-        table = gather_rows(
-            shards, rows, lambda s, r: read_rows(self.manifest, self.manifest.shard(s), r, self.cache_bytes)
-        )
-        batch = block_arrays(self.manifest, table)
+        batch = block_arrays(self.manifest, self.gather(shards, rows))
         del batch["documents"]
         return batch if self.end_is_target else without_end(batch, self.manifest)
-
-    def prefetch(self, now: Sequence[int], later: Sequence[int] = (), before: Sequence[int] = ()) -> None:
-        """Fetch remote shards into the node's cache in the background (see `pipelines.stream.RemoteSource`)."""
-        prefetch_shards(self.manifest, self.cache_bytes, now, later, before)
-
-    def name(self, shard: int, row: int) -> str:
-        """Return the shard file, row, archive, part and first document of a block, for messages."""
-        entry = self.manifest.shard(shard)
-        document = read_rows(self.manifest, entry, [row], self.cache_bytes).column("document")[0].as_py()
-        return f"{entry.file}:{row} (document {document} of part {entry.part} of {entry.archive})"
 
 
 def block_arrays(manifest: Manifest | GrowingManifest, table: pa.Table) -> Batch:
@@ -106,13 +117,6 @@ def read_rows(
     if table.num_rows != shard.num_rows:
         raise OSError(f"{path} holds {table.num_rows} rows, its manifest says {shard.num_rows}: prepare it again")
     return table.take(pa.array(rows, pa.int64()))
-
-
-def prefetch_shards(manifest: Manifest | GrowingManifest, cache_bytes: int, *windows: Iterable[int]) -> None:
-    """Fetch the shards of the window that is read, of the next and the one before (see `RemoteSource.prefetch`)."""
-    root = resolve(manifest.directory)[1]
-    paths = [[f"{root}/{manifest.shard(shard).file}" for shard in window] for window in windows]
-    range_reader(manifest.directory, cache_bytes).prefetch(*paths, whole=True)
 
 
 def shard_bytes(manifest: Manifest) -> list[int]:

@@ -1,20 +1,17 @@
 """Text that is prepared while training runs: its parts become known in the order in which the first epoch visits them.
 
-One actor for the whole run (`PartPreparer`) prepares the parts, ahead of the training by a bounded
-number, with Ray tasks on any CPUs of the cluster. The workers ask it for a part when they reach it, and read the shards
-themselves. Parts are written to the same directory, in the same form, as by `pipelines.text.prepare`, so the batches
-are the same as with data that were prepared ahead, a run can be continued either way, and once all parts are there the
-manifest is written.
+One actor for the whole run (`PartPreparer`) prepares the parts with Ray tasks, ahead of the training by a bounded number.
+The workers ask it for a part when they reach it, and read the shards themselves. Parts are those of `pipelines.text.prepare`,
+so the batches are the same as with data that were prepared ahead, and a run can be continued either way.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import ray
@@ -91,20 +88,18 @@ class GrowingManifest:
 
     def shard(self, number: int) -> ShardEntry:
         """Return the entry of a shard, which is read from the record of its part."""
-        entries, index = self.locate(number)
-        return entries[index]
+        return self._part_of(number)[number % _MAX_SHARDS_PER_PART]
 
-    def locate(self, shard: int) -> tuple[list[ShardEntry], int]:
-        """Return the entries of all shards of the part of a shard, and which of them it is."""
-        part, index = divmod(int(shard), _MAX_SHARDS_PER_PART)
-        return _read_shards(f"{self.directory}/{self.part_names[part]}.json"), index
+    def _part_of(self, shard: int) -> list[ShardEntry]:
+        """Return the entries of all shards of the part of a shard."""
+        return _read_shards(f"{self.directory}/{self.part_names[shard // _MAX_SHARDS_PER_PART]}.json")
 
     def row_keys(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Return the keys of n rows of prepared parts, which are those of the complete data (see `Manifest.row_keys`)."""
-        before = {}
-        for shard in set(shards.tolist()):
-            entries, index = self.locate(shard)
-            before[shard] = sum(entry.num_rows for entry in entries[:index])
+        before = {
+            shard: sum(entry.num_rows for entry in self._part_of(shard)[: shard % _MAX_SHARDS_PER_PART])
+            for shard in set(shards.tolist())
+        }
         first_rows = np.array([before[shard] for shard in shards.tolist()], dtype=np.int64)
         return make_row_keys(shards // _MAX_SHARDS_PER_PART, first_rows + rows)
 
@@ -121,17 +116,13 @@ def _read_shards(record: str) -> list[ShardEntry]:
 class GrowingPlan(StreamPlan):
     """Order of items of which parts are still being prepared: that of the complete data, but with other numbers of shards."""
 
+    is_growing: ClassVar[bool] = True
     parts: GrowingManifest
     known: dict[int, list[int]] = field(default_factory=dict, compare=False, repr=False)
     """Number of rows of the shards of each part that was asked for."""
 
     def __post_init__(self) -> None:
         """Check nothing: that there are no items is only known when all parts are there."""
-
-    @property
-    def is_growing(self) -> bool:
-        """Whether a window may have to be waited for: always."""
-        return True
 
     @property
     def order_version(self) -> int:
@@ -230,14 +221,13 @@ class PartPreparer:
         self._entries: dict[int, ArchiveEntry] = {
             number: archive_from_json(record) for number, record in enumerate(records) if record is not None
         }
-        self._running: dict[int, asyncio.Task[None]] = {}
         self._num_wanted = 0
         self._finished: Manifest | None = None
         self._shared_task = ray.put(task)
         # The part that the first epoch begins with is prepared while the workers that will ask for it are being started.
         # It is one part, because CPUs for one preparing task are free beside the workers; more could keep the workers
         # from their place. An error is left to whoever asks for the part.
-        self._begun = {part: self._submit(part) for part in self._order[:1] if part not in self._entries}
+        self._running = {part: self._submit(part) for part in self._order[:1] if part not in self._entries}
 
     async def wait_for(self, part: int) -> list[int]:
         """Return the number of rows of every shard of a part, as soon as it is prepared.
@@ -247,11 +237,19 @@ class PartPreparer:
             OSError: if the part cannot be read or written. It is tried again when it is asked for again.
         """
         self._num_wanted = max(self._num_wanted, self._positions[part] + 1)
-        while part not in self._entries:
-            self._start_parts()
-            await asyncio.shield(self._running[part])
-        self._start_parts()
-        self._finish()  # all parts may have been there without a manifest, as a killed preparation leaves them
+        for number in self._order[: self._num_wanted + self._settings.num_parts_ahead]:
+            if number not in self._entries and number not in self._running:
+                self._running[number] = self._submit(number)
+        if part not in self._entries:
+            try:
+                record, retries = await self._running[part]
+            except ray.exceptions.RayTaskError as error:
+                self._running.pop(part, None)
+                raise error.cause from None
+            if part not in self._entries:  # Others may have waited for it, too.
+                RETRIES.add(retries)
+                self._entries[part] = archive_from_json(record)
+                del self._running[part]
         self._check()
         return [shard.num_rows for shard in self._entries[part].shards]
 
@@ -259,42 +257,22 @@ class PartPreparer:
         """Return what was counted of repeated requests since the last call (`pipelines.store_errors.Retries.take`)."""
         return RETRIES.take()
 
-    def _start_parts(self) -> None:
-        """Start to prepare every part that is wanted, or will be soon, unless this was done."""
-        for part in self._order[: self._num_wanted + self._settings.num_parts_ahead]:
-            if part not in self._entries and part not in self._running:
-                self._running[part] = asyncio.get_running_loop().create_task(self._prepare(part))
-
     def _submit(self, part: int) -> Any:
         settings = self._settings
         options = _run_part.options(num_cpus=settings.num_cpus, resources=settings.resources)
         return options.remote(self._shared_task, part)
 
-    async def _prepare(self, part: int) -> None:
-        try:
-            record, retries = await (self._begun.pop(part) if part in self._begun else self._submit(part))
-            RETRIES.add(retries)
-            self._entries[part] = archive_from_json(record)
-            self._finish()
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from None
-        finally:
-            del self._running[part]
-
-    def _finish(self) -> None:
-        """Write the manifest, once all parts are there."""
-        if self._finished is None and len(self._entries) == len(self._order):
-            self._finished = self._task.finish([asdict(entry) for entry in self._list_entries()])
-            self._finished.save()
-
-    def _list_entries(self) -> list[ArchiveEntry]:
-        return [self._entries[part] for part in sorted(self._entries)]
-
     def _check(self) -> None:
-        """Raise TooManyProblemsError if the share of unreadable records is too large to go on."""
-        entries = self._finished.archives if self._finished else self._list_entries()
+        """Write the manifest once all parts are there; raise TooManyProblemsError for too large a share of lost records."""
+        entries = [self._entries[part] for part in sorted(self._entries)]
+        is_whole = len(entries) == len(self._order)
+        if is_whole and self._finished is None:
+            self._finished = self._task.finish([asdict(entry) for entry in entries])
+            self._finished.save()
+        if self._finished:
+            entries = self._finished.archives
         num_seen = sum(entry.num_documents + sum(entry.problems.values()) for entry in entries)
-        if num_seen >= _NUM_RECORDS_TO_JUDGE or len(self._entries) == len(self._order):
+        if is_whole or num_seen >= _NUM_RECORDS_TO_JUDGE:
             check_problems(
                 self._task.source, entries, self._settings.max_bad_share, field=self._settings.max_bad_share_field
             )
