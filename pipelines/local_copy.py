@@ -1,9 +1,8 @@
 """Copies what lies at a remote URI (a model, a tokenizer, a small data set) to this machine, for readers that need files.
 
-Transformers, safetensors and lm-evaluation-harness read local files only. Every machine keeps one copy for all of its
-processes, in $TEMPNET_MODELS or `~/.cache/tempnet`, and uses it for as long as the names, sizes and times at the URI
-stay the same. Whoever reads a model calls :func:`local_copy` where the model is read, and keeps the URI everywhere else.
-A local path or a name on the Hugging Face hub is checked, too (:func:`checked_copy`).
+Every machine keeps one copy for all of its processes, in $TEMPNET_MODELS or `~/.cache/tempnet`, and uses it for as long as
+the names, sizes and times at the URI stay the same. Whoever reads a model calls :func:`local_copy` where the model is read,
+and keeps the URI everywhere else. A local path or a name on the Hugging Face hub is checked, too (:func:`checked_copy`).
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from pyarrow import fs
 
@@ -34,14 +32,12 @@ _UNREAD = re.compile(r"\..*|checkpoint-.*|onnx|openvino")
 _NUM_LISTINGS = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Listing:
-    """What lies at a URI: one file, or the files of a directory."""
+class _Listing(NamedTuple):
+    """What lies at a URI: path relative to `path` → file, in alphabetical order; a single file has the path "."."""
 
     filesystem: fs.FileSystem
     path: str
     files: dict[str, fs.FileInfo]
-    """Path relative to `path` → file, in alphabetical order; a single file has the path "."."""
 
     @property
     def digest(self) -> str:
@@ -52,13 +48,12 @@ class _Listing:
 def local_copy(source: str, *, with_weights: bool = True, cache: Path | None = None) -> str:
     """Return the path on this machine of what lies at a URI, which is copied unless this was done before.
 
-    Of a local path `~` is expanded, and the name of a model on the hub is returned unchanged. Of a directory, its
-    repository (`.git`), checkpoints (`checkpoint-…`) and exports for other programs (`onnx`, `openvino`) are left out, and
-    without `with_weights` its weights. `cache` is where copies are kept, in the place of $TEMPNET_MODELS.
+    Of a local path `~` is expanded, and the name of a model on the hub is returned unchanged. Of a directory, its repository
+    (`.git`), checkpoints (`checkpoint-…`), exports for other programs (`onnx`, `openvino`) and without `with_weights` its
+    weights are left out. `cache` is where copies are kept, in the place of $TEMPNET_MODELS.
 
     Raises:
-        ValueError: if there is nothing at the URI, it cannot be read, or a file's name would lead out of the directory;
-            the message names the URI.
+        ValueError: if there is nothing at the URI, it cannot be read, or a file's name would lead out of the directory.
         OSError: if the files cannot be copied, for example because the disk is too small.
     """
     if "://" not in source:
@@ -67,7 +62,8 @@ def local_copy(source: str, *, with_weights: bool = True, cache: Path | None = N
         listing = _list(source, with_weights)
         if isinstance(listing.filesystem, fs.LocalFileSystem):
             return listing.path
-        directory = (cache or _cache()) / compute_digest([source.rstrip("/"), with_weights])
+        kept = cache or Path(os.environ.get(_VARIABLE) or "~/.cache/tempnet").expanduser().absolute()
+        directory = kept / compute_digest([source.rstrip("/"), with_weights])
         version = directory / listing.digest
         place = version / listing.path.lstrip("/")
         if version.is_dir():
@@ -77,7 +73,12 @@ def local_copy(source: str, *, with_weights: bool = True, cache: Path | None = N
                 return str(place)
             for old in directory.glob("*/"):  # what a killed process has left, and what the source was before
                 shutil.rmtree(old)
-            _check_room(source, listing, directory, "TMPDIR" if cache else _VARIABLE)
+            num_bytes, free = sum(file.size for file in listing.files.values()), shutil.disk_usage(directory).free
+            if num_bytes > free:
+                raise OSError(
+                    f"{source} takes {num_bytes / 2**30:.2f} GiB, and {kept} has {free / 2**30:.2f} GiB left: make room "
+                    f"there, or set {'TMPDIR' if cache else _VARIABLE} to a directory on another disk"
+                )
             partial = Path(tempfile.mkdtemp(prefix="partial-", dir=directory))
             try:
                 _copy(listing, partial / listing.path.lstrip("/"))
@@ -146,7 +147,7 @@ def _list(uri: str, with_weights: bool) -> _Listing:
         is_read = not any(map(_UNREAD.fullmatch, parents)) and (with_weights or not name.endswith(_WEIGHTS))
         if is_read or file is there:
             files[name] = file
-    return _Listing(filesystem=filesystem, path=path, files=files)
+    return _Listing(filesystem, path, files)
 
 
 def _copy(listing: _Listing, to: Path) -> None:
@@ -163,10 +164,6 @@ def _copy(listing: _Listing, to: Path) -> None:
                 raise OSError(f"{file.path} ended after {stream.tell()} of its {file.size} bytes")
 
 
-def _cache() -> Path:
-    return Path(os.environ.get(_VARIABLE) or "~/.cache/tempnet").expanduser().absolute()
-
-
 @contextmanager
 def _locked(directory: Path, name: str, operation: int = fcntl.LOCK_EX) -> Iterator[IO[str]]:
     """Let one process of this machine at a time into the block, or with LOCK_SH several; a killed process holds no lock."""
@@ -174,15 +171,6 @@ def _locked(directory: Path, name: str, operation: int = fcntl.LOCK_EX) -> Itera
     with (directory / name).open("w") as file:
         fcntl.flock(file, operation)
         yield file
-
-
-def _check_room(source: str, listing: _Listing, directory: Path, variable: str) -> None:
-    num_bytes, free = sum(file.size for file in listing.files.values()), shutil.disk_usage(directory).free
-    if num_bytes > free:
-        raise OSError(
-            f"{source} takes {num_bytes / 2**30:.2f} GiB, and {directory.parent} has {free / 2**30:.2f} GiB left: make room "
-            f"there, or set {variable} to a directory on another disk"
-        )
 
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -204,8 +192,7 @@ def checked_copy(source: str, field: str, *, with_weights: bool = True) -> str:
 def check_source(source: str) -> None:
     """Raise ValueError for a local path that does not exist, and a hub name that is not cached if the hub cannot be reached.
 
-    Without this check, Transformers treats a missing path as a misspelt hub name, and without a network it keeps
-    trying to reach the hub for half a minute.
+    Transformers takes a missing path for a hub name, and without a network keeps asking the hub for half a minute.
     """
     path = Path(source)
     if path.exists():

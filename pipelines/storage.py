@@ -9,6 +9,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def resolve(uri: str) -> tuple[fs.FileSystem, str]:
     """
     if not uri:
         raise ValueError("uri is empty; expected a local path or a URI such as s3://bucket/directory")
-    if not uri.isprintable() and any("\udc80" <= character <= "\udcff" for character in uri):
+    if not is_utf8(uri):
         raise ValueError(f"uri {uri!a} is not UTF-8: rename the file or directory")
     if "://" not in uri:
         return fs.LocalFileSystem(), str(Path(uri).expanduser().absolute())
@@ -48,6 +49,15 @@ def resolve(uri: str) -> tuple[fs.FileSystem, str]:
     return filesystem, path.rstrip("/") or path
 
 
+def is_utf8(text: str) -> bool:
+    """Return whether a text can be encoded: names of files that are not UTF-8 hold surrogates, as everywhere in Python."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 class _S3FileSystem(fs.S3FileSystem):
     """S3 with the number of attempts that pyarrow gives to a URI, also where Ray has pickled it.
 
@@ -58,11 +68,7 @@ class _S3FileSystem(fs.S3FileSystem):
         super().__init__(**settings, retry_strategy=fs.AwsDefaultS3RetryStrategy(max_attempts=_NUM_ATTEMPTS))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _make_s3, super().__reduce__()[1]
-
-
-def _make_s3(settings: dict[str, Any]) -> _S3FileSystem:
-    return _S3FileSystem(**settings)
+        return partial(_S3FileSystem, **super().__reduce__()[1][0]), ()
 
 
 def relative(path: str, root: str) -> str:

@@ -2,14 +2,14 @@
 
 pyarrow reports every failure of a store as an OSError without a number, whose text holds the store's own name for it.
 
-Every process counts its own repeated requests (`RETRIES`). The count of a reading task travels with its next batch
-(`pipelines.stream`), that of a preparing task with its result (`pipelines.prepare`), and that of a scoring job with its rows
-(`jobs/scoring/units.py`), to the process that asked for it, which adds it to its own.
+Every process counts its own repeated requests (`RETRIES`). The count of a task travels with its batches, results or rows
+to the process that asked for it, which adds it to its own.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import random
 import threading
 import time
@@ -50,13 +50,10 @@ class RefusedWriteError(PermissionError):
     """An object store lets nothing be written at a URI, which may be read."""
 
 
-def is_final(error: OSError) -> bool:
-    """Return whether an object store would give the same answer again, so that there is no use in asking it."""
-    return isinstance(error, FileNotFoundError | PermissionError) or _holds(str(error), _ACCESS + _BUCKET + _MISSING)
-
-
-def persist(call: Callable[[], Result], unless: Callable[[OSError], bool] = lambda error: False) -> Result:
+def persist(call: Callable[[], Result], unless: tuple[str, ...] = ()) -> Result:
     """Return what a call returns that may be repeated, asking again after pauses that double while that may help.
+
+    No error is asked again whose text holds one of `unless`.
 
     pyarrow repeats some requests itself, but neither an answer 503 that is longer than the small object that was asked for
     (INTERNAL_FAILURE) nor more than three in a row.
@@ -65,7 +62,10 @@ def persist(call: Callable[[], Result], unless: Callable[[OSError], bool] = lamb
         try:
             return call()
         except OSError as error:
-            if is_final(error) or unless(error) or attempt == _NUM_ATTEMPTS - 1:
+            is_final = isinstance(
+                error, FileNotFoundError | PermissionError
+            )  # the store would give the same answer again
+            if is_final or _holds(str(error), _ACCESS + _BUCKET + _MISSING + unless) or attempt == _NUM_ATTEMPTS - 1:
                 raise
             RETRIES.add()
             time.sleep(min(_FIRST_PAUSE * 2**attempt, _LONGEST_PAUSE) * _jitter.uniform(0.5, 1.0))
@@ -73,7 +73,7 @@ def persist(call: Callable[[], Result], unless: Callable[[OSError], bool] = lamb
 
 
 def explain(error: OSError, uri: str) -> OSError:
-    """Return an error with one line for people in place of pyarrow's, of an object store that was to be read at a URI."""
+    """Return an error with one line for people in place of pyarrow's, of a store that was to be read at a URI."""
     text = " ".join(str(error).split())
     keys, endpoint = _variables(uri)
     if _holds(text, _BUCKET):
@@ -102,42 +102,39 @@ def explain_write(error: OSError, uri: str) -> OSError:
     )
 
 
-def names_store(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorate a function whose first argument is a URI that it reads: errors of a store are explained (`explain`)."""
-    return _explaining(function, explain)
-
-
-def names_written_store(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorate a function whose first argument is a URI that it writes: errors of a store are explained."""
-    return _explaining(function, explain_write)
-
-
 def is_store(uri: str) -> bool:
     """Return whether a URI names an object store, and not files of this machine."""
     return "://" in uri and not uri.startswith("file:")
 
 
 def _explaining(
-    function: Callable[Parameters, Result], explain_error: Callable[[OSError, str], OSError]
-) -> Callable[Parameters, Result]:
-    signature = inspect.signature(function)
+    explain_error: Callable[[OSError, str], OSError],
+) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        signature = inspect.signature(function)
 
-    @wraps(function)
-    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        uri = str(next(iter(signature.bind(*args, **kwargs).arguments.values())))
-        if not is_store(uri):
-            return function(*args, **kwargs)
-        try:
-            # A store that cannot be reached at all is named at once.
-            return persist(
-                lambda: function(*args, **kwargs), unless=lambda error: _holds(str(error), (uri, *_UNREACHABLE))
-            )
-        except OSError as error:
-            if uri in str(error):  # It comes from this project, and is explained already.
-                raise
-            raise explain_error(error, uri) from error
+        @wraps(function)
+        def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+            uri = str(next(iter(signature.bind(*args, **kwargs).arguments.values())))
+            if not is_store(uri):
+                return function(*args, **kwargs)
+            try:
+                # A store that cannot be reached at all is named at once.
+                return persist(lambda: function(*args, **kwargs), unless=(uri, *_UNREACHABLE))
+            except OSError as error:
+                if uri in str(error):  # It comes from this project, and is explained already.
+                    raise
+                raise explain_error(error, uri) from error
 
-    return call
+        return call
+
+    return decorate
+
+
+names_store = _explaining(explain)
+"""Decorator of a function whose first argument is a URI that it reads: errors of a store are explained (`explain`)."""
+names_written_store = _explaining(explain_write)
+"""Decorator of a function whose first argument is a URI that it writes: errors of a store are explained."""
 
 
 def _holds(text: str, names: tuple[str, ...]) -> bool:
@@ -190,16 +187,14 @@ class RetryLog:
     def __init__(
         self, say: Callable[[str], None], total: int = 0, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._say, self._clock = say, clock
-        self._said_at: float | None = None
-        self._num_said = total
+        self._say, self._clock, self._said_at, self._num_said = say, clock, -math.inf, total
         self.total = total
         """Number of all repeated requests."""
 
     def add(self, number: int) -> None:
         """Add what `Retries.take` has returned, which may be 0, and say what is new if the minute is over."""
         self.total += number
-        if self._said_at is None or self._clock() - self._said_at >= SECONDS_BETWEEN_LINES:
+        if self._clock() - self._said_at >= SECONDS_BETWEEN_LINES:
             self.close()
 
     def close(self) -> None:

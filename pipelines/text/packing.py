@@ -2,12 +2,10 @@
 
 In blocks, every document is stored as `[bos] t1 … tn` and has the targets `t1 … tn [eos]`, so that each of its tokens, and
 its end, is a target exactly once. Documents are concatenated and cut every T tokens; only the last block of an archive is
-padded. A block is stored as its T tokens, the one token that follows, and the positions at which documents start. The
-training arrays are computed from these when a block is read.
+padded. A block is stored as its T tokens, the one token that follows, and the positions at which documents start.
 
 A row of whole documents (`DocumentConfig`) holds the tokens of one without special tokens, for spans that are drawn anew in
-every epoch. Documents with too few tokens are left out; their number is the difference between the manifest's number of
-documents and its number of rows.
+every epoch. Documents with too few tokens are left out.
 
 Shapes: n blocks of T tokens each.
 """
@@ -93,10 +91,7 @@ class PackingConfig:
     def choose(self, documents: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         """Yield the documents that are packed."""
         for ids in documents:
-            if self.documents == "all":
-                yield ids
-                continue
-            if (_hash(ids) % _ONE_IN == 0) == (self.documents == "held_out"):
+            if self.documents == "all" or (_hash(ids) % _ONE_IN == 0) == (self.documents == "held_out"):
                 yield ids
 
     def _rows(self, documents: Iterable[np.ndarray]) -> Iterator[tuple[Any, ...]]:

@@ -25,12 +25,10 @@ _NUM_DECODED, _NUM_KEPT = 64, 16
 def load_tokenizer(name_or_path: str, *, needs_eos: bool = True) -> PreTrainedTokenizerFast:
     """Load a Transformers fast tokenizer from a directory, URI, `tokenizer.json`-style file, or the hub.
 
-    Documents of a language model end with an end-of-text token (`needs_eos`); captions do not, and tokenizers of BERT's kind
-    have none.
+    Documents of a language model end with an end-of-text token (`needs_eos`), which tokenizers of BERT's kind lack.
 
     Raises:
-        ValueError: if nothing usable is found under that name, if it is not a fast tokenizer, or if it lacks a required
-            end-of-text token; the message names the value.
+        ValueError: if nothing usable is found under that name, or it is no fast tokenizer, or lacks a required token.
     """
     # This import also imports torch. It is local because processes that only receive a pickled tokenizer do not need
     # it, and start two seconds sooner without it.
@@ -98,16 +96,14 @@ class SpecialTokens:
                 raise ValueError(
                     f"tokenizer {tokenizer.name_or_path!r} has no {name}: use the tokenizer of a masked language model"
                 )
-        plain = tokenizer.encode("a", add_special_tokens=False)
-        whole = tokenizer.encode("a")
-        at = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), None)
-        if at is None:
+        opening, closing = _surroundings(tokenizer)
+        if closing is None:
             raise ValueError(
                 f"tokenizer {tokenizer.name_or_path!r} splits a text differently when it adds special tokens"
             )
         return cls(
-            opening=tuple(whole[:at]),
-            closing=tuple(whole[at + len(plain) :]),
+            opening=tuple(opening),
+            closing=tuple(closing),
             pad_id=int(tokenizer.pad_token_id),
             mask_id=int(tokenizer.mask_token_id),
             vocab_size=len(tokenizer),
@@ -118,8 +114,8 @@ def token_pieces(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[str
     """Cut the decoded text of tokens into one piece per token; the pieces joined are the text.
 
     A token alone does not say what it adds to a text: SentencePiece's loses its space, WordPiece's keeps its `##`, and a
-    byte of a character is no character. So piece i is what the text of the first i + 1 tokens adds to that of the first i.
-    A character of several tokens belongs to the last of them, and the others have empty pieces.
+    byte of a character is no character. So piece i is what the text of the first i + 1 tokens adds to that of the first i,
+    and of several tokens of a character all but the last have empty pieces.
     """
     text = str(tokenizer.decode(ids))
     pieces: list[str] = []
@@ -163,9 +159,15 @@ def document_start_id(tokenizer: PreTrainedTokenizerFast) -> int:
     """
     if tokenizer.bos_token_id is None:
         return tokenizer.eos_token_id
+    opening, _ = _surroundings(tokenizer)
+    return int(opening[-1] if opening else tokenizer.bos_token_id)
+
+
+def _surroundings(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int] | None]:
+    """Return the tokens that are put before and behind a text; [] and None if it is split differently between them."""
     whole, plain = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
-    at = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
-    return int(whole[at - 1] if at else tokenizer.bos_token_id)
+    at = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), None)
+    return ([], None) if at is None else (whole[:at], whole[at + len(plain) :])
 
 
 def _start_of_model(place: str) -> int | None:

@@ -4,11 +4,10 @@ A document of n tokens t1 … tn is the stream [bos] t1 … tn. Reading stream p
 … tn, position n that of the document's end; position i predicts t(i+1). With a context of C positions and a stride of S,
 window k reads positions k·S … k·S + C − 1, and contributes the predictions that no earlier window has made: all C of the
 first window, the last S of every other. So every token but the first C is predicted from at least C − S + 1 preceding
-tokens. The positions of the windows do not depend on n: a truncated document gets the same predictions up to its end.
+tokens, and a truncated document gets the same predictions up to its end.
 
-Windows are read without adding a bos: only the first one starts with it. The blocks of training cut documents every T
-tokens of the whole text instead, so that a document's predictions depend on those before it; validation reads windows
-(`WindowConfig`), which gives each document the predictions that the headroom test gives it.
+The blocks of training cut documents every T tokens of the whole text instead; validation reads windows (`WindowConfig`),
+which gives each document the predictions that the headroom test gives it. Only a document's first window starts with bos.
 
 Shapes: n blocks of T positions each.
 """
