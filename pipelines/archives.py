@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
-from stat import S_ISDIR, S_ISREG
+from stat import S_ISREG
+from typing import NamedTuple
 
 from braceexpand import braceexpand
 from pyarrow import fs
 
 from pipelines.object_store import is_local
 from pipelines.problems import printable
-from pipelines.storage import exists, join, relative, resolve, split_query
+from pipelines.storage import exists, is_utf8, join, relative, resolve, split_query
 from pipelines.store_errors import names_store
 
 NUM_NAMES_SHOWN = 5
@@ -71,13 +71,11 @@ class Archive:
     """Time of modification, by which a file that is written again in the same size is told from the one before."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Listing:
-    """What lies at a URI."""
+class Listing(NamedTuple):
+    """What lies at a URI, and the names, fit to be shown, of the files that are not read; hidden ones are not among them."""
 
     archives: list[Archive]
-    not_read: list[str] = field(default_factory=list)
-    """Names, fit to be shown, of the files that are not read; hidden files are not among them."""
+    not_read: list[str]
 
 
 def list_archives(uri: str, suffixes: Mapping[str, ArchiveFormat] = SUFFIXES) -> list[Archive]:
@@ -89,10 +87,9 @@ def list_archives(uri: str, suffixes: Mapping[str, ArchiveFormat] = SUFFIXES) ->
 def list_source(uri: str, suffixes: Mapping[str, ArchiveFormat] = SUFFIXES) -> Listing:
     """List the archives at a URI: that file, or the files of known suffixes (in any case) at any depth below a directory.
 
-    Not read are files of other suffixes, broken links, and names that are not UTF-8; passed over is everything whose name,
-    or whose directory's name, begins with `.` or `_`. A local file that several links lead to is listed once, under the
-    first of its names. A path that does not exist may be a pattern: webdataset's braces (`{0000..0003}`, `{a,b}`), and `*`
-    within a name.
+    Not read are files of other suffixes, broken links, and names that are not UTF-8; passed over is what is hidden: its name,
+    or its directory's, begins with `.` or `_`. A local file that several links lead to is listed once. A path that does not
+    exist may be a pattern: webdataset's braces (`{0000..0003}`, `{a,b}`), and `*` within a name.
 
     Raises:
         FileNotFoundError: if the path does not exist or is a directory without archives.
@@ -104,7 +101,7 @@ def list_source(uri: str, suffixes: Mapping[str, ArchiveFormat] = SUFFIXES) -> L
         listings = [list_source(place, suffixes) for place in places]
         archives = {archive.path: archive for listing in listings for archive in listing.archives}
         not_read = list(dict.fromkeys(chain.from_iterable(listing.not_read for listing in listings)))
-        return Listing(archives=[archives[path] for path in sorted(archives)], not_read=not_read)
+        return Listing([archives[path] for path in sorted(archives)], not_read)
     filesystem, root = resolve(uri)
     info = filesystem.get_file_info(root)
     legal = ", ".join(suffixes)
@@ -118,15 +115,20 @@ def list_source(uri: str, suffixes: Mapping[str, ArchiveFormat] = SUFFIXES) -> L
         if archive_format is None:
             raise ValueError(f"uri {uri!r}: unknown suffix of file {info.base_name!r}; expected one of {legal}")
         archive = Archive(path=root, format=archive_format, num_bytes=info.size, modified_ns=info.mtime_ns or 0)
-        return Listing(archives=[archive])
+        return Listing([archive], [])
 
     archives, not_read = {}, []
-    for path, num_bytes, modified_ns in _walk_local(root) if is_local(filesystem) else _walk_remote(filesystem, root):
+    if is_local(filesystem):
+        files = _walk_local(root)
+    else:
+        found = filesystem.get_file_info(fs.FileSelector(root, recursive=True))
+        files = ((file.path, file.size, file.mtime_ns or 0) for file in found if file.type != fs.FileType.Directory)
+    for path, num_bytes, modified_ns in files:
         name = relative(path, root)
         archive_format = format_of(name, suffixes)
         if any(part.startswith((".", "_")) for part in name.split("/")):
             continue
-        if archive_format is None or num_bytes is None or not _is_utf8(path):
+        if archive_format is None or num_bytes is None or not is_utf8(path):
             not_read.append(printable(name))
         else:
             archives[path] = Archive(path=path, format=archive_format, num_bytes=num_bytes, modified_ns=modified_ns)
@@ -135,40 +137,36 @@ def list_source(uri: str, suffixes: Mapping[str, ArchiveFormat] = SUFFIXES) -> L
         raise FileNotFoundError(
             f"uri {uri!r}: no file ends in one of {legal}; {describe_names(not_read, len(not_read))}"
         )
-    return Listing(archives=[archives[path] for path in sorted(archives)], not_read=not_read)
-
-
-def _walk_remote(filesystem: fs.FileSystem, root: str) -> Iterator[tuple[str, int | None, int]]:
-    for file in filesystem.get_file_info(fs.FileSelector(root, recursive=True)):
-        if file.type != fs.FileType.Directory:
-            yield file.path, file.size, file.mtime_ns or 0
+    return Listing([archives[path] for path in sorted(archives)], not_read)
 
 
 def _walk_local(root: str) -> Iterator[tuple[str, int | None, int]]:
-    """Yield path, size and time of modification of every file, those of short paths first.
+    """Yield path, size and time of modification of every file; the size is None for what is no regular file.
 
-    The size is None for what is no regular file. Links are followed, and what was visited is not visited again: a directory
-    with two links to itself would have 2^40 paths. Names that are not UTF-8 hold surrogates, as everywhere in Python.
+    Links are followed, and what was visited is not visited again: a directory with two links to itself would have 2^40 paths.
     """
-    real = os.path.realpath(root)
-    seen, directories = {real}, deque([(root.rstrip("/"), real.rstrip("/"))])
-    while directories:
-        directory, real = directories.popleft()
-        with os.scandir(directory or "/") as found:
-            entries = sorted(found, key=lambda entry: entry.name)
-        for entry in entries:
-            path = f"{directory}/{entry.name}"
-            target = os.path.realpath(path) if entry.is_symlink() else f"{real}/{entry.name}"
-            if target in seen or entry.name.startswith((".", "_")):
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    seen = set[str]()
+    for directory, directories, names in os.walk(root, onerror=refuse, followlinks=True):
+        real = os.path.realpath(directory)
+        if real in seen:
+            directories.clear()
+            continue
+        seen.add(real)
+        directories[:] = sorted(name for name in directories if not name.startswith((".", "_")))
+        for name in sorted(names):
+            path = os.path.join(directory, name)
+            target = os.path.realpath(path) if os.path.islink(path) else os.path.join(real, name)
+            if target in seen or name.startswith((".", "_")):
                 continue
             seen.add(target)
             try:
-                status = entry.stat()
+                status = os.stat(path)
             except OSError:  # A link leads to nothing, or to itself.
                 yield path, None, 0
-                continue
-            if S_ISDIR(status.st_mode):
-                directories.append((path, target))
             else:
                 yield path, status.st_size if S_ISREG(status.st_mode) else None, status.st_mtime_ns
 
@@ -179,14 +177,6 @@ def resolve_source(uri: str) -> tuple[fs.FileSystem, str]:
     This is what `resolve` returns, or, for a pattern, the directory before the first name that is one.
     """
     return resolve(_fixed_part(uri) if _is_pattern(uri) else uri)
-
-
-def _is_utf8(path: str) -> bool:
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _is_pattern(uri: str) -> bool:
@@ -216,25 +206,25 @@ def _expand(uri: str) -> list[str]:
 
 
 def _match(pattern: str) -> list[str]:
-    """Return the paths or URIs whose names match a pattern with `*`, sorted."""
+    """Return the paths or URIs whose names match a pattern with `*`, sorted; as in a shell, it begins with no dot."""
     base = _fixed_part(pattern)
     matches = [base]
-    for name in split_query(pattern)[0].removeprefix(split_query(base)[0]).lstrip("/").split("/"):
-        matches = [join(place, found) for place in matches for found in _list_names(place, name)]
+    for wanted in split_query(pattern)[0].removeprefix(split_query(base)[0]).lstrip("/").split("/"):
+        is_match = re.compile(".*".join(map(re.escape, wanted.split("*"))), re.DOTALL).fullmatch
+        places, matches = matches, []
+        for place in places:
+            names = sorted(name for name in _list_names(place) if is_match(name))
+            matches += [join(place, name) for name in names if name.startswith(".") == wanted.startswith(".")]
     return matches
 
 
-def _list_names(directory: str, pattern: str) -> list[str]:
-    """Return the names in a directory that match a pattern, sorted; as in a shell, `*` begins with no dot."""
+def _list_names(directory: str) -> list[str]:
     filesystem, path = resolve(directory)
     if filesystem.get_file_info(path).type != fs.FileType.Directory:
         return []
     if is_local(filesystem):
-        names = os.listdir(path)
-    else:
-        names = [file.base_name for file in filesystem.get_file_info(fs.FileSelector(path))]
-    matches = re.compile(".*".join(map(re.escape, pattern.split("*"))), re.DOTALL).fullmatch
-    return sorted(name for name in names if matches(name) and name.startswith(".") == pattern.startswith("."))
+        return os.listdir(path)
+    return [file.base_name for file in filesystem.get_file_info(fs.FileSelector(path))]
 
 
 def format_of(name: str, suffixes: Mapping[str, ArchiveFormat]) -> ArchiveFormat | None:
@@ -244,15 +234,14 @@ def format_of(name: str, suffixes: Mapping[str, ArchiveFormat]) -> ArchiveFormat
 
 def describe_names(names: list[str], num_names: int) -> str:
     """Format a few of `num_names` names for an error message; at most NUM_NAMES_SHOWN of them appear."""
-    if not names:
-        return "there is no other file either"
-    more = f" and {num_names - NUM_NAMES_SHOWN} more" if num_names > NUM_NAMES_SHOWN else ""
-    return f"seen: {', '.join(sorted(names)[:NUM_NAMES_SHOWN])}{more}"
+    return f"seen: {_few(sorted(names), num_names)}" if names else "there is no other file either"
 
 
 def describe_not_read(names: list[str]) -> str:
     """Return the part of a summary that names the files of a source that were not read; empty if there are none."""
-    if not names:
-        return ""
-    more = f" and {len(names) - NUM_NAMES_SHOWN} more" if len(names) > NUM_NAMES_SHOWN else ""
-    return f"; not read: {len(names)} other files ({', '.join(names[:NUM_NAMES_SHOWN])}{more})"
+    return f"; not read: {len(names)} other files ({_few(names, len(names))})" if names else ""
+
+
+def _few(names: list[str], num_names: int) -> str:
+    more = f" and {num_names - NUM_NAMES_SHOWN} more" if num_names > NUM_NAMES_SHOWN else ""
+    return ", ".join(names[:NUM_NAMES_SHOWN]) + more

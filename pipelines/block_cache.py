@@ -3,16 +3,13 @@
 The directory is $TEMPNET_CACHE, or `tempnet-cache-<user id>` in the system's directory of temporary files. Every block
 is a file that never changes once it has its name. The name begins with that of the object that the block is part of,
 and a hyphen. The file's time of modification says when it was last used, and its last four bytes are a checksum of the
-others.
-
-Two kinds of locks keep threads and processes apart, and reading a block that is there needs neither:
+others. Reading a block that is there needs no lock. There are two kinds of locks, which the kernel frees with their process:
 
 - A block that is being fetched has the suffix `.partial` and is locked by whoever fetches it. The file is empty until room
-  is reserved for the block, and from then on as large as the block will be. If the process dies, the kernel releases the
-  lock; whoever needs the room, or the block, finds a partial file without a lock and takes it.
+  is reserved for the block, and from then on as large as the block will be. Whoever needs the room, or the block, takes a
+  partial file without a lock.
 - `.lock` is locked by whoever reserves room, removes blocks or gives one its name. Without it, a thread that lists the
-  directory to see what room is left could miss a block: it may be renamed after its old name was listed, and before its
-  size was read.
+  directory to see what room is left could miss a block that is renamed meanwhile.
 """
 
 from __future__ import annotations
@@ -33,8 +30,6 @@ DIRECTORY_VARIABLE = "TEMPNET_CACHE"
 _PARTIAL = ".partial"
 _LOCK = ".lock"
 _CHECKSUM_BYTES = 4
-_READ_BYTES = 2**20
-_NUM_CHECKED = 2**16
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -44,9 +39,8 @@ class BlockCache:
     A block of the window that is being read (`now`) makes no room: samples come in random order, so that every block of it
     is as likely to be read next as any other. A block that is fetched ahead does not replace those of `near` either.
 
-    The limit holds at every moment for the sizes of all files in the directory together: of blocks, with their
-    checksums, and of the room that is reserved for blocks that are being fetched. If processes have different limits, the
-    largest of them holds.
+    The limit holds at every moment for all files in the directory together, with the room that is reserved for blocks that
+    are being fetched. If processes have different limits, the largest of them holds.
     """
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
@@ -59,42 +53,28 @@ class BlockCache:
                 f"{directory} belongs to another user: set {DIRECTORY_VARIABLE} to a directory of your own on this node"
             )
         # Names and inodes of the blocks that this process has written or checked, so that it checks each of them once.
-        self._intact: set[tuple[str, int, int]] = set()
+        self._intact: set[tuple[str, int]] = set()
 
     def open(self, name: str, num_bytes: int, fetch: Callable[[], bytes]) -> BinaryIO | None:
         """Open a block for reading; if the cache does not hold it, it is fetched first, or waited for.
 
-        The file stays readable if the block is removed meanwhile. After the block's bytes it has four bytes more. None is
-        returned if the disk or the cache has no room for the block, which is then not fetched.
-
-        Args:
-            name: name of the block, which is a file name and stands for its content.
-            num_bytes: size of the block, for which room is reserved before it is fetched.
-            fetch: function that returns the bytes of the block, at most `num_bytes`; its exceptions pass through.
+        `fetch` returns the bytes that `name` stands for, at most `num_bytes`; its exceptions pass through. The file has four
+        bytes more, and stays readable if the block is removed meanwhile. None is returned if the disk or the cache has no
+        room for the block, which is then not fetched.
         """
         while True:
             if file := self._find(name):
                 return file
-            if (partial := self._claim(name, waits=True)) is None:
-                continue
-            with partial:
-                return self._find(name) if self._fill(partial, name, num_bytes, fetch, self.now) else None
+            if partial := self._claim(name, waits=True):
+                with partial:
+                    return self._find(name) if self._fill(partial, name, num_bytes, fetch, self.now) else None
 
     def fetch(self, name: str, num_bytes: int, fetch: Callable[[], bytes]) -> bool:
         """Fetch a block ahead, unless it is there or somebody else is fetching it; return False if there is no room."""
-        if not self._path(name).exists() and (partial := self._claim(name, waits=False)):
+        if partial := self._claim(name, waits=False):
             with partial:
                 return self._fill(partial, name, num_bytes, fetch, self.now | self.near)
         return True
-
-    def holds(self, name: str) -> bool:
-        """Return whether the cache holds a block; what it holds may be damaged."""
-        return self._path(name).exists()
-
-    def num_bytes(self) -> int:
-        """Return the size of all blocks, including the room that is reserved for some, in bytes."""
-        with self._lock():
-            return sum(size for _, size, _ in self._blocks())
 
     def _path(self, name: str) -> Path:
         return self.directory / name
@@ -105,36 +85,32 @@ class BlockCache:
             file = self._path(name).open("rb", buffering=0)
         except FileNotFoundError:
             return None
-        status = os.fstat(file.fileno())
-        known = name, status.st_ino, status.st_size
+        known = name, os.fstat(file.fileno()).st_ino
         if known not in self._intact:
-            if not _is_intact(file, status.st_size):
+            content = memoryview(file.read())
+            if zlib.crc32(content[:-_CHECKSUM_BYTES]).to_bytes(_CHECKSUM_BYTES, "little") != content[-_CHECKSUM_BYTES:]:
                 with file, self._lock():
                     if has_path(file, self._path(name)):  # Otherwise another thread has removed it already.
                         self._path(name).unlink()
                 return None
-            self._note_intact(known)
+            file.seek(0)
+            self._intact.add(known)
         os.utime(file.fileno())
         return file
 
     def _claim(self, name: str, *, waits: bool) -> BinaryIO | None:
-        """Open and lock the partial file of a block, or return None if the block is there or somebody else's."""
-        while not self._path(name).exists():
-            # Whoever looks for room may remove the file before it is locked. A thread that waits then tries again; one that
-            # fetches ahead leaves the block to whoever reads it.
-            if partial := open_locked(self._path(name + _PARTIAL), os.O_CREAT, waits=waits):
-                os.ftruncate(partial.fileno(), 0)  # A process that died may have left what it had reserved.
-                return partial
-            if not waits:
-                break
-        return None
+        """Open and lock the partial file of a block; None if the block is there, or somebody else has or had the file."""
+        if self._path(name).exists():
+            return None
+        if partial := open_locked(self._path(name + _PARTIAL), os.O_CREAT, waits=waits):
+            os.ftruncate(partial.fileno(), 0)  # A process that died may have left what it had reserved.
+        return partial
 
     def _fill(
         self, partial: BinaryIO, name: str, num_bytes: int, fetch: Callable[[], bytes], kept: frozenset[str]
     ) -> bool:
         """Fetch a block into its locked partial file and give it its name, unless there is no room; free the lock."""
         path = self._path(name + _PARTIAL)
-        is_partial = True
         try:
             if self._path(name).exists():
                 return True
@@ -143,32 +119,39 @@ class BlockCache:
             content = fetch()
             assert len(content) <= num_bytes
             os.ftruncate(partial.fileno(), len(content) + _CHECKSUM_BYTES)
-            _write(partial, content)
-            _write(partial, zlib.crc32(content).to_bytes(_CHECKSUM_BYTES, "little"))
+            with path.open("r+b") as file:
+                file.write(content)
+                file.write(zlib.crc32(content).to_bytes(_CHECKSUM_BYTES, "little"))
             with self._lock():
                 path.rename(self._path(name))
-            is_partial = False
-            self._note_intact((name, os.fstat(partial.fileno()).st_ino, len(content) + _CHECKSUM_BYTES))
+            self._intact.add((name, os.fstat(partial.fileno()).st_ino))
             return True
         except OSError as error:
             if error.errno in _FULL:
                 return False
             raise
         finally:
-            if is_partial:
-                path.unlink(missing_ok=True)
+            if has_path(partial, path):
+                path.unlink()
             unlock(partial)
 
     def _reserve(self, partial: BinaryIO, num_bytes: int, kept: frozenset[str]) -> bool:
         """Let an empty partial file have its size, if blocks of objects that are not `kept` leave room for it."""
         with self._lock():
-            blocks = list(self._blocks())
+            blocks = []  # time of the last use in ns, size and path of all, partial ones included
+            for path in self.directory.iterdir():
+                with suppress(FileNotFoundError):
+                    status = path.stat()
+                    blocks += [(status.st_mtime_ns, status.st_size, path)] if path.name != _LOCK else []
             excess = sum(size for _, size, _ in blocks) + num_bytes - self.max_bytes
             if excess > 0:
                 complete = []
                 for time, size, path in blocks:
-                    if path.suffix == _PARTIAL:
-                        excess -= size if _remove_abandoned(path) else 0
+                    if path.suffix == _PARTIAL:  # It is removed, unless somebody is fetching the block.
+                        if file := open_locked(path, 0, waits=False):
+                            with file:
+                                path.unlink()
+                            excess -= size
                     elif path.name.partition("-")[0] not in kept:
                         complete.append((time, size, path))
                 if excess > sum(size for _, size, _ in complete):
@@ -182,15 +165,6 @@ class BlockCache:
             os.ftruncate(partial.fileno(), num_bytes)
             return True
 
-    def _blocks(self) -> Iterator[tuple[int, int, Path]]:
-        """Yield the time of the last use in ns, the size and the path of all blocks, partial ones included; hold the lock."""
-        with os.scandir(self.directory) as entries:
-            for entry in entries:
-                with suppress(FileNotFoundError):
-                    status = entry.stat()
-                    if entry.name != _LOCK:
-                        yield status.st_mtime_ns, status.st_size, Path(entry.path)
-
     @contextmanager
     def _lock(self) -> Iterator[None]:
         """Let only one thread of the node reserve room, remove blocks or give one its name at a time."""
@@ -201,48 +175,17 @@ class BlockCache:
             finally:
                 unlock(file)
 
-    def _note_intact(self, known: tuple[str, int, int]) -> None:
-        if len(self._intact) >= _NUM_CHECKED:
-            self._intact.clear()
-        self._intact.add(known)
-
 
 def node_directory() -> Path:
     """Return the directory of the node's cache."""
     return Path(os.environ.get(DIRECTORY_VARIABLE) or f"{tempfile.gettempdir()}/tempnet-cache-{os.getuid()}")
 
 
-def _remove_abandoned(path: Path) -> bool:
-    """Remove a partial file, unless somebody is fetching its block, and return whether it is removed."""
-    if file := open_locked(path, 0, waits=False):
-        with file:
-            path.unlink()  # The lock is still held, so that nobody can begin to fetch into the file meanwhile.
-        return True
-    return False
-
-
-def _is_intact(file: BinaryIO, size: int) -> bool:
-    """Return whether a block of `size` bytes has the checksum at its end; the file is at its beginning before and after."""
-    checksum, num_left = 0, size - _CHECKSUM_BYTES
-    while num_left > 0 and (part := file.read(min(num_left, _READ_BYTES))):
-        checksum = zlib.crc32(part, checksum)
-        num_left -= len(part)
-    is_intact = num_left == 0 and file.read() == checksum.to_bytes(_CHECKSUM_BYTES, "little")
-    file.seek(0)
-    return is_intact
-
-
-def _write(file: BinaryIO, content: bytes) -> None:
-    view = memoryview(content)
-    while view:
-        view = view[file.write(view) :]
-
-
 def open_locked(path: Path, flags: int, *, waits: bool) -> BinaryIO | None:
     """Open a file and lock it against all others that lock it; the kernel frees the lock when the process dies.
 
-    `flags` are further flags of `os.open`, such as `os.O_CREAT`. None is returned if the file is missing or (unless `waits`)
-    locked by another, or was removed or renamed before it was locked.
+    `flags` are further flags of `os.open`. None is returned if the file is missing or (unless `waits`) locked by another, or
+    was removed or renamed before it was locked.
     """
     try:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600), "r+b", buffering=0)

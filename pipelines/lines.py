@@ -1,20 +1,21 @@
 """Decompress streams that may be truncated or damaged, and split text into lines: of a stream, a range of bytes, a string.
 
-Every readable byte is yielded before an error says why reading stopped. A line ends at a line feed and nowhere else: other
-characters that Unicode calls line boundaries, such as U+2028, may stand inside a record. A byte order mark at the beginning
-is no part of the first line. A line belongs to the range in which it begins, so that adjacent ranges yield every line once.
+Every readable byte is yielded before an error says why reading stopped. A line ends at a line feed and nowhere else, not at
+U+2028, and a byte order mark at the beginning is no part of the first one. A line belongs to the range in which it begins,
+so that adjacent ranges yield every line once.
 """
 
 from __future__ import annotations
 
 import bz2
 import codecs
-import gzip
+import io
 import itertools
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Protocol, runtime_checkable
+from functools import partial
+from typing import Any, BinaryIO, Protocol
 
 import psutil
 import zstandard
@@ -30,8 +31,10 @@ _MAX_XZ_BYTES = 2**28
 _MAX_ZSTD_WINDOW_BYTES = 2**31
 # A window that needs no look at the machine's memory. It is what zstandard allows unless asked.
 _SMALL_ZSTD_WINDOW_BYTES = 2**27
-_MAX_ZSTD_HEADER_BYTES = 18
-_ZSTD_PIECE_BYTES = 2**10
+_TOO_LARGE = ": it needs a window of more memory than can be given to it: compress it again, with --long=27 or less"
+# What a decoder without a limit is given at a time: a kibibyte can hold 32 MiB, as four bytes of zstandard can be 128 KiB.
+_PIECE_BYTES = 2**10
+_DECODER_ERRORS = (zlib.error, lzma.LZMAError, zstandard.ZstdError, OSError)  # the last, as bz2 calls data not its own
 
 _MAGIC = {
     b"\x1f\x8b": ArchiveFormat.JSONL_GZ,
@@ -49,28 +52,27 @@ class Readable(Protocol):
     def read(self, num_bytes: int, /) -> bytes: ...
 
 
-@runtime_checkable
-class Seekable(Readable, Protocol):
-    """Source of bytes that may also be read from any position."""
-
-    def seekable(self) -> bool: ...
-
-    def seek(self, position: int, whence: int = ..., /) -> int: ...
-
-
 class DamagedError(Exception):
     """Raised when a stream cannot be decoded beyond the bytes that were already returned."""
 
 
-class Decompressed:
-    """The decompressed bytes of a stream as a stream that cannot seek; reading it may raise DamagedError."""
-
+class _Decompressed(io.RawIOBase):
     def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks = chunks
+        self._chunks, self._rest = chunks, memoryview(b"")
 
-    def read(self, num_bytes: int, /) -> bytes:
-        """Return the next bytes, up to READ_BYTES whatever was asked for, or nothing at the end."""
-        return next(self._chunks, b"")
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        self._rest = self._rest or memoryview(next(self._chunks, b""))
+        part, self._rest = self._rest[: len(buffer)], self._rest[len(buffer) :]
+        buffer[: len(part)] = part
+        return len(part)
+
+
+def open_decompressed(stream: Readable, num_bytes: int, line_format: ArchiveFormat) -> BinaryIO:
+    """Return the bytes of :func:`decompress` as a stream that cannot seek; reading it may raise DamagedError."""
+    return io.BufferedReader(_Decompressed(decompress(stream, num_bytes, line_format)), READ_BYTES)
 
 
 def compression_of(beginning: bytes) -> ArchiveFormat | None:
@@ -91,85 +93,44 @@ def decompress(stream: Readable, num_bytes: int, line_format: ArchiveFormat) -> 
         if num_read < num_bytes:
             raise DamagedError(f"the stream ends after {num_read} of {num_bytes} bytes")
     elif line_format is ArchiveFormat.JSONL_ZST:
-        yield from _decompress_zstd(stream)
+        # A quarter of the memory stays free for everything else.
+        limit = min(_MAX_ZSTD_WINDOW_BYTES, psutil.virtual_memory().available * 3 // 4)
+        decompressor = zstandard.ZstdDecompressor(max_window_size=max(limit, _SMALL_ZSTD_WINDOW_BYTES))
+        yield from _decompress(stream, "zstandard", decompressor.decompressobj)
     elif line_format is ArchiveFormat.JSONL_XZ:
-        yield from _decompress_frames(stream, "xz", lambda: lzma.LZMADecompressor(memlimit=_MAX_XZ_BYTES))
+        new_xz = partial(lzma.LZMADecompressor, memlimit=_MAX_XZ_BYTES)
+        yield from _decompress(stream, "xz", new_xz, READ_BYTES, padding=b"\0")
     elif line_format is ArchiveFormat.JSONL_BZ2:
-        yield from _decompress_frames(stream, "bzip2", bz2.BZ2Decompressor)
+        yield from _decompress(stream, "bzip2", bz2.BZ2Decompressor, READ_BYTES, padding=b"\0")
     else:
-        num_chunks = 0
-        try:
-            with gzip.GzipFile(fileobj=stream) as file:  # type: ignore[call-overload]
-                # Use `read1`, because `read` discards what it has already decoded if the stream then proves damaged.
-                while chunk := file.read1(READ_BYTES):
-                    yield chunk
-                    num_chunks += 1
-                is_empty = num_chunks == 0 and file.mtime is None  # `mtime` is None as long as no header was read.
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise DamagedError(f"corrupt gzip stream: {error}") from error
-        if is_empty:
-            raise DamagedError("the gzip stream has no header")
+        yield from _decompress(stream, "gzip", partial(zlib.decompressobj, zlib.MAX_WBITS | 16), padding=b"\0")
 
 
-def _decompress_frames(
-    stream: Readable, name: str, new: Callable[[], lzma.LZMADecompressor | bz2.BZ2Decompressor]
+def _decompress(
+    stream: Readable, name: str, new: Callable[[], Any], *max_length: int, padding: bytes = b""
 ) -> Iterator[bytes]:
-    """Decompress one stream after the other by decoders of the standard library."""
-    data, decoder = stream.read(READ_BYTES), new()
-    if not data:
-        raise DamagedError(f"the {name} stream has no header")
-    while data or not decoder.needs_input:
-        try:
-            chunk = decoder.decompress(data, READ_BYTES)
-        except (lzma.LZMAError, OSError) as error:  # The second, as bz2 calls data that are not its own.
-            raise DamagedError(f"corrupt {name} stream: {error}") from error
-        if chunk:
-            yield chunk
-        data = b""
-        if decoder.eof:
-            data, decoder = decoder.unused_data, new()
-            while not (data := data.lstrip(b"\0")):  # Zeros may pad an xz stream.
-                if not (data := stream.read(READ_BYTES)):
-                    return
-        elif decoder.needs_input:
-            data = stream.read(READ_BYTES)
-    raise DamagedError(f"the {name} stream ends early")
-
-
-def _decompress_zstd(stream: Readable) -> Iterator[bytes]:
     """Decompress one frame after the other: only at the end of a frame may a stream end, or it was truncated."""
-    decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_ZSTD_WINDOW_BYTES)
     data = stream.read(READ_BYTES)
     if not data:
-        raise DamagedError("the zstandard stream has no frame")
-    while data := data or stream.read(READ_BYTES):
-        while len(data) < _MAX_ZSTD_HEADER_BYTES and (more := stream.read(READ_BYTES)):
-            data += more
-        try:
-            check_window(zstandard.get_frame_parameters(data).window_size)
-            frame = decompressor.decompressobj()
-            while not frame.eof:
+        raise DamagedError(f"the {name} stream has no header")
+    while data:
+        decoder = new()
+        while not decoder.eof:
+            piece = b""
+            if getattr(decoder, "needs_input", True):
                 if not data and not (data := stream.read(READ_BYTES)):
-                    raise DamagedError("the zstandard stream ends inside a frame")
-                # A kibibyte can hold 32 MiB, as four bytes can be a block of 128 KiB.
-                if chunk := frame.decompress(data[:_ZSTD_PIECE_BYTES]):
-                    yield chunk
-                data = frame.unused_data + data[_ZSTD_PIECE_BYTES:]
-        except zstandard.ZstdError as error:
-            raise DamagedError(f"corrupt zstandard stream: {error}") from error
-
-
-def check_window(num_bytes: int, available_bytes: int | None = None) -> None:
-    """Refuse a window of zstandard that does not fit into memory, of which a quarter stays free for everything else."""
-    if num_bytes > _SMALL_ZSTD_WINDOW_BYTES:
-        if available_bytes is None:
-            available_bytes = psutil.virtual_memory().available
-        limit = min(_MAX_ZSTD_WINDOW_BYTES, available_bytes * 3 // 4)
-        if num_bytes > limit:
-            raise DamagedError(
-                f"the zstandard stream needs a window of {num_bytes / 2**20:,.0f} MiB, and no more than "
-                f"{limit / 2**20:,.0f} MiB can be given to it: compress it again, with --long=27 or less"
-            )
+                    raise DamagedError(f"the {name} stream ends early")
+                piece, data = data[:_PIECE_BYTES], data[_PIECE_BYTES:]
+            try:
+                chunk = decoder.decompress(piece, *max_length)
+            except _DECODER_ERRORS as error:
+                hint = _TOO_LARGE if "memory" in str(error) else ""
+                raise DamagedError(f"corrupt {name} stream: {error}{hint}") from error
+            if chunk:
+                yield chunk
+        data = (decoder.unused_data + data).lstrip(padding)
+        while not data and (more := stream.read(READ_BYTES)):
+            data = more.lstrip(padding)
 
 
 MAX_RECORD_BYTES = 16 * 2**20
@@ -217,7 +178,7 @@ def split_lines(chunks: Iterator[bytes]) -> Iterator[bytes | None]:
             parts.clear()
 
 
-def read_line_range(file: Seekable, start: int, stop: int) -> Iterator[bytes]:
+def read_line_range(file: BinaryIO, start: int, stop: int) -> Iterator[bytes]:
     """Yield the bytes of the lines that begin in start … stop−1, with start < stop, in pieces of at most READ_BYTES.
 
     Of a line that is longer than MAX_RECORD_BYTES, as much is yielded as shows that it is.

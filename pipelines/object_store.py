@@ -7,13 +7,12 @@ An object store answers a request after tens of milliseconds and bills each one,
 from __future__ import annotations
 
 import io
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from hashlib import blake2b
 from os import environ
-from typing import Self, TypeAlias, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import pyarrow as pa
 from pyarrow import fs
@@ -21,13 +20,11 @@ from pyarrow import fs
 from pipelines.store_errors import explain, persist
 
 Result = TypeVar("Result")
-InputFile: TypeAlias = "pa.NativeFile | RemoteFile"
-"""A file that is open for reading; pyarrow's local files need a `seek` between `read_at` and `read`."""
 
 BLOCK_BYTES = 2**23
 """Size of a block, the unit in which objects are read. The last block of an object has the rest too, up to twice that."""
 
-_NUM_BLOCKS_AHEAD = 3
+_LOCAL_BUFFER_BYTES = 2**16
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "STORAGE_EMULATOR_HOST")
 
 
@@ -36,11 +33,12 @@ def is_local(filesystem: fs.FileSystem) -> bool:
     return isinstance(filesystem, fs.LocalFileSystem)
 
 
-def open_for_reading(filesystem: fs.FileSystem, path: str, *, stop: int | None = None) -> InputFile:
+def open_for_reading(filesystem: fs.FileSystem, path: str, *, stop: int | None = None) -> BinaryIO:
     """Open a file that is read from front to back, or piece by piece; a remote one is read ahead up to `stop`."""
     if is_local(filesystem):
-        return filesystem.open_input_file(path)
-    return RemoteFile(RemoteObject(filesystem, path), stop=stop)
+        return open(path, "rb", buffering=_LOCAL_BUFFER_BYTES)
+    # One byte more, as a range of lines is read from the byte before it on.
+    return io.BufferedReader(_ObjectStream(RemoteObject(filesystem, path), stop), BLOCK_BYTES + 1)
 
 
 def version_of(filesystem: fs.FileSystem, path: str) -> str:
@@ -71,6 +69,14 @@ def _uri(filesystem: fs.FileSystem, path: str) -> str:
     return f"{scheme}://{path}"
 
 
+class Block(NamedTuple):
+    """Bytes begin … end − 1 of an object, and a name for their content."""
+
+    name: str
+    begin: int
+    end: int
+
+
 class RemoteObject:
     """An object of a remote filesystem, of which any range can be read by several threads at the same time."""
 
@@ -83,18 +89,19 @@ class RemoteObject:
         self.key = f"{name_object(filesystem, path)}-{blake2b(version, digest_size=12).hexdigest()}"
         """Name for the content of the object, which another version of it does not have; it begins with `name_object`."""
 
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks of the object."""
-        return max(1, self.size // BLOCK_BYTES)
+    def whole(self) -> Block:
+        """Return the whole object as one block."""
+        return Block(f"{self.key}-whole", 0, self.size)
 
-    def block_at(self, position: int) -> int:
-        """Return the number of the block that holds a position."""
-        return min(position // BLOCK_BYTES, self.num_blocks - 1)
-
-    def bounds(self, block: int) -> tuple[int, int]:
-        """Return the positions at which a block begins and ends."""
-        return block * BLOCK_BYTES, self.size if block == self.num_blocks - 1 else (block + 1) * BLOCK_BYTES
+    def blocks(self, begin: int, end: int) -> list[Block]:
+        """Return the blocks that hold the bytes begin … end − 1, as far as the object has them."""
+        end, last = min(end, self.size), max(1, self.size // BLOCK_BYTES) - 1
+        numbers = range(min(begin // BLOCK_BYTES, last), min((end - 1) // BLOCK_BYTES, last) + 1) if begin < end else ()
+        ends = {last: self.size}
+        return [
+            Block(f"{self.key}-{number:06d}", number * BLOCK_BYTES, ends.get(number, (number + 1) * BLOCK_BYTES))
+            for number in numbers
+        ]
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         """Return the bytes from a position on in one request; they are fewer than asked for where the object ends."""
@@ -123,73 +130,41 @@ class RemoteObject:
         return tag.decode() or str(self._persist(lambda: filesystem.get_file_info(path).mtime_ns))
 
 
-class RemoteFile:
-    """A remote object as a file that is read ahead, once it has been read beyond a block.
+class _ObjectStream(io.RawIOBase):
+    """A remote object as a stream, whose next range is requested ahead where the one before was read on to its end."""
 
-    It has the methods of a `pyarrow.NativeFile` that readers here use, holds at most four blocks in memory, and is not for
-    several threads.
-    """
-
-    def __init__(self, remote: RemoteObject, *, stop: int | None = None) -> None:
+    def __init__(self, remote: RemoteObject, stop: int | None) -> None:
         self._remote = remote
-        self._stop = remote.size if stop is None else min(stop, remote.size)
-        self._position = 0
-        # The next ranges, without gaps: where each begins and ends, and its bytes, which may still be on their way.
-        self._ranges: deque[tuple[int, int, Future[bytes]]] = deque()
-        self._pool = ThreadPoolExecutor(_NUM_BLOCKS_AHEAD, thread_name_prefix="read-ahead")
+        self._stop = remote.size if stop is None else stop
+        self._position = self._end = 0  # where to read on, and where the last range that was read ended
+        self._ahead: Future[bytes] | None = None  # the range from `_end` on
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._ranges.clear()
+        super().close()
 
-    def seekable(self) -> bool:
-        """Return True."""
+    def readable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        """Return the position at which `read` goes on."""
-        return self._position
+    def seekable(self) -> bool:
+        return True
 
     def seek(self, position: int, whence: int = io.SEEK_SET, /) -> int:
-        """Change the position at which `read` goes on, and return it."""
         self._position = max(0, position + {0: 0, 1: self._position, 2: self._remote.size}[whence])
         return self._position
 
-    def read(self, num_bytes: int = -1, /) -> bytes:
-        """Return the next bytes, as many as asked for unless the object ends before; -1: all that are left."""
-        num_left = self._remote.size - self._position
-        if num_bytes >= 0:
-            num_left = min(num_bytes, num_left)
-        parts = []
-        while num_left > 0:
-            begin, data = self._range_here()
-            part = data[self._position - begin : self._position - begin + num_left]
-            parts.append(part)
-            self._position += len(part)
-            num_left -= len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+    def readall(self) -> bytes:
+        data = self._remote.read(self._position, self._remote.size - self._position)
+        self._position += len(data)
+        return data
 
-    def _range_here(self) -> tuple[int, bytes]:
-        """Return the range that holds the current position: where it begins, and its bytes."""
-        is_next = bool(self._ranges) and self._position == self._ranges[0][1]
-        while self._ranges and not self._ranges[0][0] <= self._position < self._ranges[0][1]:
-            self._ranges.popleft()
-        if not self._ranges:
-            self._request(self._position)
-        while (is_next or len(self._ranges) > 1) and len(self._ranges) <= _NUM_BLOCKS_AHEAD:
-            if self._ranges[-1][1] >= self._stop:
-                break
-            self._request(self._ranges[-1][1])
-        begin, _, future = self._ranges[0]
-        return begin, future.result()
-
-    def _request(self, begin: int) -> None:
-        """Request the range from a position to the end of its block, or of the next one if that is near."""
-        limit = self._stop if begin < self._stop else self._remote.size
-        # What is left is divided evenly, so that every range has at least a block's size where there is so much.
-        num_ranges = max(1, (limit - begin) // BLOCK_BYTES)
-        end = limit if num_ranges == 1 else begin + BLOCK_BYTES
-        self._ranges.append((begin, end, self._pool.submit(self._remote.read, begin, end - begin)))
+    def readinto(self, buffer: Any, /) -> int:
+        begin, is_next = self._position, 0 < self._position == self._end
+        size = min(len(buffer), self._stop - begin) if begin < self._stop else len(buffer)
+        data = self._ahead.result()[:size] if self._ahead and is_next else self._remote.read(begin, size)
+        buffer[: len(data)] = data
+        self._position = self._end = begin + len(data)
+        size = min(len(buffer), self._stop - self._end)
+        self._ahead = self._pool.submit(self._remote.read, self._end, size) if is_next and size > 0 else None
+        return len(data)

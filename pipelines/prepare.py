@@ -2,9 +2,8 @@
 
 A kind of data (`pipelines.text.prepare`, `pipelines.images.prepare`) says which units there are, prepares one of them, and
 makes a manifest of the records of all. The name of the prepared directory contains a hash of everything that determines
-its content, so that preparing the same data again costs nothing. Every finished unit leaves a record, so that an interrupted
-preparation continues with the remaining ones. Where Ray runs, the units are Ray Data tasks; otherwise, and within
-:func:`preparing_here`, they are prepared in this process, one after the other.
+its content. Every finished unit leaves a record, so that an interrupted preparation continues with the remaining ones.
+Where Ray runs, the units are Ray Data tasks, except within :func:`preparing_here`.
 """
 
 from __future__ import annotations
@@ -31,50 +30,27 @@ _IS_HERE: ContextVar[bool] = ContextVar("is_here", default=False)
 
 
 class PreparedManifest(Protocol):
-    """Description of a prepared data set."""
+    """Description of a prepared data set: what was read, the files that list the lost records, and how it is written."""
 
     @property
     def readings(self) -> Sequence[Reading]: ...
     @property
-    def lost_files(self) -> Sequence[str]:
-        """Names of the files that list the lost records, relative to the directory, in stored order."""
-        ...
-
-    def save(self) -> None:
-        """Write the manifest to its directory."""
-        ...
+    def lost_files(self) -> Sequence[str]: ...
+    def save(self) -> None: ...
 
 
 Prepared = TypeVar("Prepared", bound=PreparedManifest)
-Finished = TypeVar("Finished", bound=PreparedManifest, covariant=True)
-
-
-class Task(Protocol[Finished]):
-    """What is needed to prepare any unit of a source; it is sent to the tasks."""
-
-    @property
-    def unit_names(self) -> Sequence[str]:
-        """Distinct name of every unit, in stored order."""
-        ...
-
-    def run(self, number: int) -> dict[str, Any]:
-        """Prepare one unit, given by its number; return its record, a JSON object."""
-        ...
-
-    def finish(self, records: Sequence[dict[str, Any]]) -> Finished:
-        """Return the manifest of the data set, given the records of all units in order."""
-        ...
 
 
 def prepare(
     load: Callable[[], Prepared],
-    make_task: Callable[[], Task[Prepared]],
+    make_task: Callable[[], Any],
     *,
     source: str,
     directory: str,
     max_bad_share: float,
-    field: str,
     noun: str,
+    max_bad_share_field: str = "max_bad_share",
     losses: str = "",
     resources: Mapping[str, float] | None = None,
 ) -> Prepared:
@@ -82,10 +58,12 @@ def prepare(
 
     Args:
         load: loads the manifest, and raises FileNotFoundError if the data are not (completely) prepared.
-        make_task: returns the preparation of the units.
+        make_task: returns the preparation of the units, which is sent to the tasks: their distinct names in stored order
+            (`unit_names`), `run(number)`, which prepares one and returns its record, a JSON object, and `finish(records)`,
+            which returns the manifest, given the records of all units in order.
         source: path or URI of what is prepared, for messages, which call a record `noun`.
         directory: path or URI of the prepared directory, which is created.
-        max_bad_share: largest share of records that may be unreadable, in [0, 1]; messages call the setting `field`.
+        max_bad_share: largest share of records that may be unreadable, in [0, 1]; messages call it `max_bad_share_field`.
         losses: path or URI of a file to list every lost record in, also if there are too many; empty: none.
         resources: custom Ray resources that every task takes, by which the tasks are kept to certain nodes.
 
@@ -104,7 +82,7 @@ def prepare(
         manifest.save()
     if losses:
         list_lost(directory, manifest.lost_files, losses)
-    check_problems(source, manifest.readings, max_bad_share, field=field, noun=noun)
+    check_problems(source, manifest.readings, max_bad_share, field=max_bad_share_field, noun=noun)
     return manifest
 
 

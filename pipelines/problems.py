@@ -7,42 +7,92 @@ were read in parallel.
 
 from __future__ import annotations
 
+import itertools
 import json
+import shutil
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from pipelines.storage import resolve
 
 NUM_EXAMPLES = 5
 """Maximum number of examples of problems that are kept for messages."""
 
-_COPY_BYTES = 2**20
+_NUM_FIELDS_SHOWN, _NUM_CHARACTERS_SHOWN = 8, 40
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+Entry = TypeVar("Entry", bound=Any)
+
+
+class ProblemKind(StrEnum):
+    """Kinds of problems with the content of data."""
+
+    # Archives and their members.
+    TRUNCATED_ARCHIVE = "truncated_archive"
+    """It ends early or cannot be decoded further; the records before that place were yielded."""
+    UNREAD_DOCUMENT = "unread_document"
+    """The document lies behind the place where an archive cannot be read further; their number is estimated from bytes."""
+    UNREAD_SAMPLE = "unread_sample"
+    """The same of an image with its captions."""
+    UNREAD_REVIEW = "unread_review"
+    """The review is missing in an archive that cannot be read to its end."""
+    UNREADABLE_ARCHIVE = "unreadable_archive"
+    """No part of the archive can be read."""
+    EMPTY_ARCHIVE = "empty_archive"
+    IRREGULAR_MEMBER = "irregular_member"
+    """The member is a link, a sparse file or a device, although its name is that of a member to be read."""
+    OVERSIZED_MEMBER = "oversized_member"
+    UNREADABLE_FILE = "unreadable_file"
+    """The file was listed but cannot be opened: it was deleted, or is not permitted."""
+    # Records of text, and lines.
+    INVALID_UTF8 = "invalid_utf8"
+    INVALID_JSON = "invalid_json"
+    MISSING_TEXT = "missing_text"
+    EMPTY_DOCUMENT = "empty_document"
+    OVERSIZED_RECORD = "oversized_record"
+    MISSING_FIELD = "missing_field"
+    EMPTY_SENTENCE = "empty_sentence"
+    UNKNOWN_LABEL = "unknown_label"
+    # Images with captions.
+    MISSING_IMAGE = "missing_image"
+    MISSING_CAPTION = "missing_caption"
+    APART = "image_and_caption_apart"
+    """Image and caption of the sample are in the tar, with other members between them."""
+    EMPTY_CAPTION = "empty_caption"
+    INVALID_CAPTION = "invalid_caption"
+    """One of several captions is no text."""
+    DUPLICATED_KEY = "duplicated_key"
+    ABSENT_IMAGE = "absent_image"
+    """The JSON file of captions names the image, but no archive holds it."""
+    INVALID_RECORD = "invalid_record"
+    """The record of the JSON file of captions names no image, or has no text."""
+    # The bytes of an image.
+    EMPTY_IMAGE = "empty_image"
+    CORRUPT_IMAGE = "corrupt_image"
+    TOO_MANY_PIXELS = "too_many_pixels"
+    TOO_MUCH_MEMORY = "too_much_memory"
+    """Decoding the image would take too much memory."""
+    TOO_MANY_SCANS = "too_many_scans"
+    """Decoding the image would take too much time, because a progressive JPEG has so many scans of so many pixels."""
+
+
+@dataclass(frozen=True, slots=True)
 class Problem:
     """Data that could not be read as a record."""
 
-    kind: StrEnum
-    """Kind of the problem; each data format has its own enumeration of kinds."""
+    kind: ProblemKind
     where: str
     """Name of the affected record, archive member or archive, relative to the URI that is read."""
     detail: str
     count: int = 1
     """Number of records that are affected; it exceeds 1 only where several are lost at once, or had to be estimated."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TruncatedArchive(Problem):
-    """Problem of an archive, or of a member of one, that cannot be read further."""
-
-    num_bytes_unread: int
-    """Number of stored bytes behind that place; 0 where the archive ends early, so that it is not known."""
+    num_bytes_unread: int | None = None
+    """Of an archive, or a member of one, that cannot be read further: number of stored bytes behind that place; 0 where it
+    ends early, so that it is not known."""
 
 
 def printable(name: str) -> str:
@@ -51,6 +101,17 @@ def printable(name: str) -> str:
         return name
     text = name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+
+
+def name_type(value: object) -> str:
+    """Return what a JSON value is, for messages."""
+    return "null" if value is None else f"a {type(value).__name__}"
+
+
+def format_fields(names: Collection[str]) -> str:
+    """Format the first few field names of a record or a file for a message, truncating long names."""
+    shown = ", ".join(ascii(name[:_NUM_CHARACTERS_SHOWN]) for name in itertools.islice(names, _NUM_FIELDS_SHOWN))
+    return f"{shown}{', …' * (len(names) > _NUM_FIELDS_SHOWN)}" if names else "no fields"
 
 
 def note(problem: Problem, problems: Counter[str], examples: list[str]) -> None:
@@ -81,24 +142,24 @@ class LostRecords:
     def __enter__(self) -> LostRecords:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stream.close()
 
     def add(self, archive: str, problem: Problem) -> None:
         """Count a problem of the archive at a path, and write it to the file."""
         note(problem, self.problems, self.examples)
-        if isinstance(problem, TruncatedArchive):
+        if problem.num_bytes_unread is not None:
             self.num_bytes_unread = (self.num_bytes_unread or 0) + problem.num_bytes_unread
-        line = {
-            "kind": problem.kind,
-            "archive": archive,
-            "where": problem.where,
-            "message": problem.detail,
-            "count": problem.count,
-        }
-        self._stream.write(json.dumps(line).encode() + b"\n")
+        found = {"kind": problem.kind, "archive": archive, "where": problem.where, "message": problem.detail}
+        self._stream.write(json.dumps(found | {"count": problem.count}).encode() + b"\n")
+
+    def add_to(self, entry: Entry, problems: Iterable[Problem]) -> Entry:
+        """Return the summary of an archive (a `Reading` that is a dataclass) with further problems, which are listed."""
+        counts, examples = Counter(entry.problems), list(entry.examples)
+        for problem in problems:
+            self.add(entry.path, problem)
+            note(problem, counts, examples)
+        return replace(entry, problems=dict(counts), examples=examples)
 
 
 def lost_name(prepared: str) -> str:
@@ -113,8 +174,7 @@ def list_lost(directory: str, files: Sequence[str], destination: str) -> None:
         for file in files:
             filesystem, path = resolve(f"{directory}/{file}")
             with filesystem.open_input_stream(path) as stream:
-                while data := stream.read(_COPY_BYTES):
-                    sink.write(data)
+                shutil.copyfileobj(stream, sink)
 
 
 class Reading(Protocol):
@@ -130,24 +190,14 @@ class Reading(Protocol):
     def examples(self) -> Sequence[str]: ...
 
 
-class Unread(Reading, Protocol):
-    """An archive of which a part may not have been reached."""
-
-    @property
-    def num_bytes(self) -> int: ...
-    @property
-    def num_bytes_unread(self) -> int | None:
-        """Number of bytes behind the places where it cannot be read further (`TruncatedArchive`); None: read to its end."""
-        ...
-
-
-def estimate_unread(archives: Sequence[Unread], kind: StrEnum, noun: str) -> Iterator[Problem | None]:
+def estimate_unread(archives: Sequence[Any], kind: ProblemKind, noun: str) -> Iterator[Problem | None]:
     """Yield, for every archive that could not be read to its end, the problem of its unreachable records, else None.
 
     Their number is estimated from bytes and the mean size of the records that were read. Where an archive is damaged before
     its end, the number of remaining bytes is known. Where it ends early, the missing bytes are the difference to the median
     size of the intact archives or, if there are none, as many as were read, which is what a cut at a random place costs on
-    average; where no record was read, it is the smaller of both. At least one record is missing.
+    average; where no record was read, it is the smaller of both. At least one record is missing. An archive is a `Reading`
+    with `num_bytes` and `num_bytes_unread`, which is None if it was read to its end (`LostRecords`).
     """
     intact = [archive for archive in archives if archive.num_bytes_unread is None and archive.num_records]
     sizes = [archive.num_bytes or 0 for archive in intact]  # Some filesystems do not report sizes.

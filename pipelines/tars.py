@@ -2,18 +2,15 @@
 
 This module follows the headers itself instead of using `tarfile.TarFile`, which loads an extended header of any size
 into memory, searches it in quadratic time, recurses into chains of extended headers, and treats a broken header as
-the end of the archive. Single header blocks are still parsed by `tarfile.TarInfo.frombuf`.
-
-Memory use is limited to one buffer and one extended header, whatever sizes the archive claims.
+the end of the archive. Single header blocks are still parsed by `tarfile.TarInfo.frombuf`. Memory holds one buffer and one
+extended header, whatever sizes the archive claims.
 """
 
 from __future__ import annotations
 
-import os
 import tarfile
-from collections.abc import Callable, Iterator
-
-from pipelines.lines import Readable, Seekable
+from collections.abc import Iterator
+from typing import BinaryIO
 
 MAX_HEADER_BYTES = 2**16
 """Maximum size of an extended header (a pax header, or a GNU header for a long name), in bytes.
@@ -21,8 +18,7 @@ MAX_HEADER_BYTES = 2**16
 A longer one is an error, after which the archive cannot be read further. A path on Linux has at most 4 KiB.
 """
 
-BUFFER_BYTES = 2**20
-"""Number of bytes that are read from a tar at a time, unless the caller says otherwise."""
+_BYTES_SKIPPED = 2**20  # at a time, of a stream that cannot seek
 _BLOCK_BYTES = tarfile.BLOCKSIZE
 _LONG_NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 _PAX_HEADERS = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.XGLTYPE)
@@ -64,16 +60,17 @@ class TarMember:
 
 
 def tar_members(
-    stream: Readable, *, start: int = 0, stop: int | None = None, buffer_bytes: int = BUFFER_BYTES
+    stream: BinaryIO, *, start: int = 0, stop: int | None = None
 ) -> Iterator[tuple[tarfile.TarInfo, TarMember]]:
-    """Yield the header and a reader of each member of a tar that is positioned at `start`, in order, up to `stop`.
+    """Yield the header and a reader of each member of a tar from `start` on, in order, up to `stop`.
 
-    A member can only be read before the next one is requested. `stop` is where a later header begins: there reading ends
-    without an end mark. The valid attributes of a header are `name` (always encodable as UTF-8), `type`, `size`, `offset`
-    (where the member's first header begins), `offset_data`, `pax_headers` (the fields of global headers so far), and `sparse`
-    (not None for a sparse file, whose stored bytes are not the file's content).
+    The tar is read in small pieces, so that it should have a buffer; one that cannot seek is at `start`. A member can only be
+    read before the next one is requested. `stop` is where a later header begins: there reading ends without an end mark. The
+    valid attributes of a header are `name` (always encodable as UTF-8), `type`, `size`, `offset` (where the member's first
+    header begins), `offset_data`, `pax_headers` (the fields of global headers so far), and `sparse` (not None for a sparse
+    file, whose stored bytes are not the file's content).
     """
-    source = _Source(stream, start, buffer_bytes)
+    source = _Source(stream, start)
     for_all: dict[str, str] = {}  # Fields of global pax headers, which apply to all later members.
     for_next: dict[str, str] = {}  # Fields of the extended headers before the next member; the first occurrence wins.
     first = start  # Where the first header of the next member begins.
@@ -111,7 +108,7 @@ def tar_members(
             info.offset, info.pax_headers = first, for_all
             yield info, TarMember(source, num_stored)
             end = info.offset_data + _whole_blocks(num_stored)
-            if source.skip(end - source.position):
+            if not source.skip(end - source.position):
                 raise tarfile.ReadError(f"it ends within {info.name}")
             first = source.position
 
@@ -192,44 +189,25 @@ def _whole_blocks(num_bytes: int) -> int:
 
 
 class _Source:
-    """Buffered reader that reads a stream in large pieces, returns small ones, and tracks its position."""
+    """A stream and the position in it."""
 
-    __slots__ = ("_at", "_buffer", "_buffer_bytes", "_seek", "_size", "_stream", "position")
-
-    def __init__(self, stream: Readable, position: int, buffer_bytes: int) -> None:
-        self._stream = stream
-        self._seek: Callable[[int], int] | None = None
-        self._size = 0  # Of the whole archive in bytes; only known if the stream can seek.
-        if isinstance(stream, Seekable) and stream.seekable():
-            self._seek, self._size = stream.seek, stream.seek(0, os.SEEK_END)
+    def __init__(self, stream: BinaryIO, position: int) -> None:
+        self._stream, self._can_seek, self.position = stream, stream.seekable(), position
+        if self._can_seek:
             stream.seek(position)
-        self._buffer, self._at = b"", 0
-        self._buffer_bytes = buffer_bytes
-        self.position = position
 
     def read(self, num_bytes: int) -> bytes:
         """Return exactly `num_bytes` bytes, or fewer at the end of the stream."""
-        parts = []
-        while num_bytes > 0:
-            if self._at == len(self._buffer):
-                self._buffer, self._at = self._stream.read(self._buffer_bytes), 0
-                if not self._buffer:
-                    break
-            part = self._buffer[self._at : self._at + num_bytes]
-            parts.append(part)
-            self._at += len(part)
-            self.position += len(part)
-            num_bytes -= len(part)
-        return b"".join(parts)
+        data = self._stream.read(num_bytes)
+        self.position += len(data)
+        return data
 
-    def skip(self, num_bytes: int) -> int:
-        """Skip `num_bytes` bytes; return how many of them are missing because the stream ended."""
-        if self._seek is not None and num_bytes > len(self._buffer) - self._at + self._buffer_bytes:
-            num_skipped = min(num_bytes, self._size - self.position)
-            self.position += num_skipped
-            self._seek(self.position)
-            self._buffer, self._at = b"", 0
-            return num_bytes - num_skipped
-        while num_bytes > 0 and (data := self.read(min(num_bytes, self._buffer_bytes))):
+    def skip(self, num_bytes: int) -> bool:
+        """Skip `num_bytes` bytes; return whether there are so many."""
+        if self._can_seek and num_bytes:
+            self._stream.seek(self.position + num_bytes - 1)
+            self.position += num_bytes - 1
+            num_bytes = 1
+        while num_bytes > 0 and (data := self.read(min(num_bytes, _BYTES_SKIPPED))):
             num_bytes -= len(data)
-        return num_bytes
+        return not num_bytes

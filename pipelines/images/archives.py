@@ -1,27 +1,23 @@
 """Read image–text samples from archives: WebDataset tars as img2dataset writes them, or image files in a directory.
 
 What a sample is, webdataset's rule decides: consecutive members of a tar whose names agree up to the first dot of the base
-name are one sample (`webdataset.tariterators.base_plus_ext`, `group_by_keys`), for example `00001.jpg`, `00001.txt` and
-`00001.json`. Its iterator over members (`tar_file_iterator`) is not used: it takes a broken header for the end of the
-tar, skips links in silence, holds members of any size, and does not say where an image's bytes lie, which reading in
-random order needs. Members come from `pipelines.tars` instead, and nothing decodes them but the code below.
+name are one sample (`webdataset.tariterators.base_plus_ext`), for example `00001.jpg`, `00001.txt` and `00001.json`. Its
+iterators are not used: they take a broken header for the end of the tar, skip links in silence, hold members of any size,
+and do not say where an image's bytes lie, which reading in random order needs.
 
-The same iterator also yields a `Problem` for each defect in the content, at the cost of as few samples as possible,
-and a `LeftOut` for everything that is skipped on purpose, so that everything is counted. Nothing is extracted to
-disk, so a member's name is never used as a path.
+The same iterator also yields a `Problem` for each defect in the content, at the cost of as few samples as possible, and a
+`LeftOut` for everything that is skipped on purpose, so that everything is counted. Nothing is extracted to disk.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Literal
 
 from pyarrow import fs
 
@@ -29,8 +25,8 @@ from pipelines.archives import ArchiveFormat, list_source, resolve_source
 from pipelines.images.captions import CaptionFile, FolderNames
 from pipelines.lines import MAGIC_BYTES, compression_of, decode, lines_of
 from pipelines.object_store import open_for_reading
-from pipelines.problems import Problem, TruncatedArchive
-from pipelines.storage import compute_digest, relative
+from pipelines.problems import Problem, ProblemKind, format_fields, name_type
+from pipelines.storage import compute_digest, is_utf8, relative
 from pipelines.tars import TarMember, member_end, num_bytes_behind, tar_members
 
 MAX_IMAGE_BYTES = 2**26
@@ -53,38 +49,7 @@ _NUM_FILES_PER_ARCHIVE = 4096
 # elsewhere in it.
 _NUM_HELD = 2**16
 _NUM_SUFFIXES_SHOWN = 5
-_NUM_FIELDS_SHOWN, _NUM_CHARACTERS_SHOWN = 8, 40
-
-
-class SampleProblemKind(StrEnum):
-    """Kinds of problems with a sample, apart from problems with its image's bytes (`ImageProblemKind`)."""
-
-    TRUNCATED_ARCHIVE = "truncated_archive"
-    """The tar ends early or cannot be read further; the complete samples before that place were yielded."""
-    UNREAD_SAMPLE = "unread_sample"
-    """The sample lies after the place where a tar becomes unreadable; their number is estimated from bytes."""
-    UNREADABLE_ARCHIVE = "unreadable_archive"
-    """The archive is intact, but not of a form that can be read."""
-    EMPTY_ARCHIVE = "empty_archive"
-    MISSING_IMAGE = "missing_image"
-    MISSING_CAPTION = "missing_caption"
-    APART = "image_and_caption_apart"
-    """Image and caption of the sample are in the tar, with other members between them."""
-    EMPTY_CAPTION = "empty_caption"
-    INVALID_CAPTION = "invalid_caption"
-    """One of several captions is no text."""
-    INVALID_JSON = "invalid_json"
-    INVALID_UTF8 = "invalid_utf8"
-    OVERSIZED_MEMBER = "oversized_member"
-    IRREGULAR_MEMBER = "irregular_member"
-    """The member is a link, a sparse file or a device, although its name is that of an image or a caption."""
-    UNREADABLE_FILE = "unreadable_file"
-    """The image file was listed but cannot be opened: it was deleted, or is not permitted."""
-    DUPLICATED_KEY = "duplicated_key"
-    ABSENT_IMAGE = "absent_image"
-    """The JSON file of captions names the image, but no archive holds it."""
-    INVALID_RECORD = "invalid_record"
-    """The record of the JSON file of captions names no image, or has no text."""
+_NUM_CHARACTERS_SHOWN = 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,8 +130,8 @@ def read_samples(
     """Stream the samples of one archive in stored order, with the problems and what is left out.
 
     Without a caption file, a sample is an image and a `.txt` or a `.json` with a field "captions" or "caption", stored
-    under one key. If the field is a list, its entries are the captions of the image; otherwise the `.txt` is preferred to
-    the field. It is one caption, as img2dataset writes it, unless the field says that its lines are: by being one of them.
+    under one key. If the field is a list, its entries are the captions; otherwise the `.txt` is preferred to the field. It is
+    one caption, as img2dataset writes it, unless the field says that its lines are: by being one of them.
     With a caption file, which groups of image files need, samples are the images that it names; any other is left out.
     With a `label` the only caption of an image is its class (`pipelines.images.prepare.PrepareImagesConfig.label`).
     """
@@ -184,7 +149,7 @@ def read_samples(
                 f"the tar is compressed as a whole ({compression.rpartition('.')[2]}), and images are read from their places "
                 "in it: decompress it"
             )
-            yield Problem(kind=SampleProblemKind.UNREADABLE_ARCHIVE, where=name, detail=detail)
+            yield Problem(ProblemKind.UNREADABLE_ARCHIVE, name, detail)
             return
         stream.seek(0)
         if captions is not None:
@@ -214,76 +179,61 @@ class _TarReader:
 
     def __init__(self, name: str, key_dot: KeyDot, num_bytes: int, label: str) -> None:
         # Imported here because it also imports torch, and only tars of samples need it.
-        from webdataset.tariterators import base_plus_ext, group_by_keys
+        from webdataset.tariterators import base_plus_ext
 
-        self._name, self._num_bytes, self._label = name, num_bytes, label
+        self._name, self._num_bytes, self._label, self._key_dot = name, num_bytes, label, key_dot
         # Suffixes of the members that say what an image shows.
         self._texts = ("cls",) if label == CLS_LABEL else ("txt", "json")
-        self._key_dot = key_dot
         self._split: Callable[[str], tuple[str | None, str | None]] = (
             base_plus_ext if key_dot == "first" else _split_at_last_dot
         )
-        self._group_by_keys = group_by_keys
-        self._items: list[Item] = []  # What is to be yielded before the next sample.
         self._left_out = Counter[str]()
         self._held: list[Problem] = []  # Samples that lack their image or captions, which may lie elsewhere in the tar.
-        self._truncated: TruncatedArchive | None = None
-        self._last_key = ""
 
     def read(self, members: Members) -> Iterator[Item]:
         """Yield everything that the tar holds."""
-        num_found = 0
-        for sample in self._group_by_keys(self._files(members), keys=self._split, handler=self._repeated):
-            yield from self._take()
-            key = sample.pop("__key__")
-            sample.pop("__url__")
-            for item in self._decode(key, sample):
-                num_found += not isinstance(item, LeftOut)
-                yield item
-            if len(self._held) > _NUM_HELD:
-                num_found += 1
-                yield from self._close()
-        yield from self._take()
-        num_found += len(self._held)
-        yield from self._close()
-        if self._truncated:
-            yield self._truncated
-        elif not num_found:
-            yield Problem(kind=SampleProblemKind.EMPTY_ARCHIVE, where=self._name, detail=self._describe_left_out())
+        is_empty = True
+        for item in self._items(members):
+            is_empty = is_empty and isinstance(item, LeftOut)
+            yield item
+        if is_empty:
+            yield Problem(ProblemKind.EMPTY_ARCHIVE, self._name, self._describe_left_out())
 
-    def _files(self, members: Members) -> Iterator[dict[str, Any]]:
-        """Yield the members that can belong to a sample in the form of webdataset's iterators."""
-        end = 0
+    def _items(self, members: Members) -> Iterator[Item]:
+        key, parts, end = "", dict[str, _Part](), 0
+        truncated = None
         try:
             for info, member in members:
                 end = member_end(info)
                 if info.isdir():
                     continue
-                key, suffix = self._split(info.name)
-                if not key or suffix is None or suffix.lower() not in (*IMAGE_SUFFIXES, *self._texts):
-                    kind = f".{suffix.lower()}" if key and suffix else "no suffix"
+                found, suffix = self._split(info.name)
+                suffix = (suffix or "").lower()
+                if not found or suffix not in (*IMAGE_SUFFIXES, *self._texts):
+                    kind = f".{suffix}" if found and suffix else "no suffix"
                     self._left_out[kind] += 1
-                    self._items.append(LeftOut(kind=kind))
+                    yield LeftOut(kind=kind)
                     continue
-                self._last_key = key
-                yield {"fname": info.name, "data": _read_part(info, member, self._name), "__url__": self._name}
+                if found != key:
+                    yield from self._decode(key, parts)
+                    key, parts = found, {}
+                part = _read_part(info, member, self._name)
+                if suffix in parts:
+                    where, detail = (
+                        f"{self._name}/{key}",
+                        "the tar holds several members of this name; the first one stays",
+                    )
+                    yield Problem(ProblemKind.DUPLICATED_KEY, where, detail)
+                else:
+                    parts[suffix] = part
         except tarfile.TarError as error:
-            self._truncated = _report_truncated(self._name, error, end, self._num_bytes)
+            truncated = _report_truncated(self._name, error, end, self._num_bytes)
+        yield from self._decode(key, parts, is_cut=truncated is not None)
+        yield from self._close()
+        if truncated:
+            yield truncated
 
-    def _repeated(self, error: Exception) -> bool:
-        """Handle a second member of the same name in a sample, which webdataset reports so; the first one stays."""
-        if not isinstance(error, ValueError):
-            raise error
-        where = f"{self._name}/{self._last_key}"
-        detail = "the tar holds several members of this name; the first one stays"
-        self._items.append(Problem(kind=SampleProblemKind.DUPLICATED_KEY, where=where, detail=detail))
-        return True
-
-    def _take(self) -> list[Item]:
-        items, self._items = self._items, []
-        return items
-
-    def _decode(self, key: str, parts: dict[str, _Part]) -> Iterator[Item]:
+    def _decode(self, key: str, parts: dict[str, _Part], *, is_cut: bool = False) -> Iterator[Item]:
         """Yield the sample that a group of members is, by suffix, and what is wrong with it."""
         where = f"{self._name}/{key}"
         images = [suffix for suffix in parts if suffix not in self._texts]
@@ -293,15 +243,17 @@ class _TarReader:
         if image is not None and texts and image.problem is None:
             yield from items
             yield ImageSample(key=key, member=image.member, offset=image.offset, data=image.data, captions=tuple(texts))
-        elif self._truncated and key == self._last_key:
+        elif is_cut or not parts:
             return  # What it lacks lies in the missing part.
         elif image is not None and (image.problem or items):
             yield from [image.problem] if image.problem else items
         else:
             names = ", ".join(part.member for part in parts.values())
-            kind = SampleProblemKind.MISSING_CAPTION if images else SampleProblemKind.MISSING_IMAGE
+            kind = ProblemKind.MISSING_CAPTION if images else ProblemKind.MISSING_IMAGE
             missing = f"no .{' or .'.join(self._texts)}" if images else "no image"
-            self._held.append(Problem(kind=kind, where=where, detail=f"there is {names}, and {missing}"))
+            self._held.append(Problem(kind, where, f"there is {names}, and {missing}"))
+            if len(self._held) > _NUM_HELD:
+                yield from self._close()
 
     def _close(self) -> Iterator[Problem]:
         """Yield the problems of samples that lack image or caption; those that have both, apart, are one problem."""
@@ -321,7 +273,7 @@ class _TarReader:
                 f"image and caption of {num_apart} keys lie apart: members of a sample must follow each other, so write "
                 "the tar in the order of names (tar --sort=name)"
             )
-            yield Problem(kind=SampleProblemKind.APART, where=self._name, detail=detail, count=num_apart)
+            yield Problem(ProblemKind.APART, self._name, detail, count=num_apart)
 
     def _describe_left_out(self) -> str:
         shown = ", ".join(f"{number} {kind}" for kind, number in self._left_out.most_common(_NUM_SUFFIXES_SHOWN))
@@ -346,7 +298,12 @@ def _read_captions(parts: dict[str, _Part], where: str) -> tuple[list[str], list
     A caption that is empty or no text costs itself. A file that cannot be read costs nothing if the other has captions.
     """
     record, record_problem = _caption_in_json(parts["json"], where) if "json" in parts else (None, None)
-    text, text_problem = _caption_in_txt(parts["txt"], where) if "txt" in parts else (None, None)
+    text, text_problem = None, None
+    if part := parts.get("txt"):
+        try:
+            text, text_problem = (None, part.problem) if part.problem else (decode(part.data), None)
+        except UnicodeDecodeError as error:
+            text_problem = Problem(ProblemKind.INVALID_UTF8, where, str(error))
     lines: list[object] = [line.strip() for line in lines_of(text or "") if line.strip()]
     if isinstance(record, list):
         texts = record
@@ -356,21 +313,12 @@ def _read_captions(parts: dict[str, _Part], where: str) -> tuple[list[str], list
         texts = [record if text is None else text]
     else:
         return [], [problem for problem in (text_problem or record_problem,) if problem]
-    items: list[Item] = []
-    if record_problem and record_problem.kind is not SampleProblemKind.MISSING_CAPTION:
+    captions, items = _check_captions(texts, where)
+    if record_problem and record_problem.kind is not ProblemKind.MISSING_CAPTION:
         items.append(LeftOut(kind=".json that cannot be read"))
     if text_problem:
         items.append(LeftOut(kind=".txt that cannot be read"))
-    captions: list[str] = []
-    for entry in texts:
-        item = _check_caption(entry, where)
-        if isinstance(item, Problem):
-            items.append(item)
-            continue
-        captions.append(item)
-        if "\n" in item:
-            items.append(_SEVERAL_LINES)
-    return captions, items
+    return captions, items + [_SEVERAL_LINES for caption in captions if "\n" in caption]
 
 
 def _read_label(parts: dict[str, _Part], label: str, where: str) -> tuple[list[str], list[Item]]:
@@ -384,18 +332,8 @@ def _read_label(parts: dict[str, _Part], label: str, where: str) -> tuple[list[s
         value = decode(part.data) if label == CLS_LABEL else json.loads(part.data)[label]
     except (ValueError, RecursionError, KeyError, TypeError) as error:
         detail = f"no class in {part.member}: {type(error).__name__} {str(error)[:_NUM_CHARACTERS_SHOWN]}"
-        return [], [Problem(kind=SampleProblemKind.MISSING_CAPTION, where=where, detail=detail)]
-    item = _check_caption(str(value) if isinstance(value, int) else value, where)
-    return ([], [item]) if isinstance(item, Problem) else ([item], [])
-
-
-def _caption_in_txt(part: _Part, where: str) -> tuple[str | None, Problem | None]:
-    if part.problem:
-        return None, part.problem
-    try:
-        return decode(part.data), None
-    except UnicodeDecodeError as error:
-        return None, Problem(kind=SampleProblemKind.INVALID_UTF8, where=where, detail=str(error))
+        return [], [Problem(ProblemKind.MISSING_CAPTION, where, detail)]
+    return _check_captions([str(value) if isinstance(value, int) else value], where)
 
 
 def _caption_in_json(part: _Part, where: str) -> tuple[str | list[object] | None, Problem | None]:
@@ -405,33 +343,31 @@ def _caption_in_json(part: _Part, where: str) -> tuple[str | list[object] | None
     try:
         record = json.loads(part.data)
     except (ValueError, RecursionError) as error:  # Bytes that are not UTF-8 raise a ValueError too.
-        detail = f"no .txt, and {part.member} is no JSON: {error}"
-        return None, Problem(kind=SampleProblemKind.INVALID_JSON, where=where, detail=detail)
+        return None, Problem(ProblemKind.INVALID_JSON, where, f"no .txt, and {part.member} is no JSON: {error}")
     found = (record.get("captions") or record.get("caption")) if isinstance(record, dict) else None
     if isinstance(found, str) or (isinstance(found, list) and any(isinstance(text, str) for text in found)):
         return found, None
-    has = "which is no object"
-    if isinstance(record, dict):
-        fields = list(itertools.islice(record, _NUM_FIELDS_SHOWN))
-        has = f"which has {', '.join(ascii(name[:_NUM_CHARACTERS_SHOWN]) for name in fields) or 'no fields'}"
+    has = f"which has {format_fields(record)}" if isinstance(record, dict) else "which is no object"
     detail = f'no .txt, and no text in a field "captions" or "caption" of {part.member}, {has}'
-    return None, Problem(kind=SampleProblemKind.MISSING_CAPTION, where=where, detail=detail)
+    return None, Problem(ProblemKind.MISSING_CAPTION, where, detail)
 
 
-def _check_caption(text: object, where: str) -> str | Problem:
-    """Return a caption without the white space around it, or the problem that it costs itself by."""
-    if not isinstance(text, str):
-        shown = "null" if text is None else f"a {type(text).__name__}"
-        detail = f"one of the captions is {shown}, not text"
-        return Problem(kind=SampleProblemKind.INVALID_CAPTION, where=where, detail=detail)
-    stripped = text.strip()
-    if not stripped:
-        return Problem(kind=SampleProblemKind.EMPTY_CAPTION, where=where, detail="empty, or only whitespace")
-    try:
-        stripped.encode()
-    except UnicodeEncodeError as error:  # JSON can encode half of a surrogate pair, which no tokenizer accepts.
-        return Problem(kind=SampleProblemKind.INVALID_UTF8, where=where, detail=str(error))
-    return stripped
+def _check_captions(texts: Iterable[object], where: str) -> tuple[list[str], list[Item]]:
+    """Return the captions among the texts, without the white space around them, and the problems of the others."""
+    captions, problems = list[str](), list[Item]()
+    for text in texts:
+        if not isinstance(text, str):
+            kind = ProblemKind.INVALID_CAPTION
+            detail = f"one of the captions is {name_type(text)}, not text"
+        elif not text.strip():
+            kind, detail = ProblemKind.EMPTY_CAPTION, "empty, or only whitespace"
+        elif not is_utf8(text):  # JSON can encode half of a surrogate pair, which no tokenizer accepts.
+            kind, detail = ProblemKind.INVALID_UTF8, "half of a surrogate pair"
+        else:
+            captions.append(text.strip())
+            continue
+        problems.append(Problem(kind, where, detail))
+    return captions, problems
 
 
 def _read_part(info: tarfile.TarInfo, member: TarMember, name: str) -> _Part:
@@ -440,8 +376,7 @@ def _read_part(info: tarfile.TarInfo, member: TarMember, name: str) -> _Part:
     limit = MAX_CAPTION_BYTES if info.name.lower().endswith(("txt", "json", "cls")) else MAX_IMAGE_BYTES
     data, problem = b"", None
     if info.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or info.sparse is not None:
-        detail = "a link, a sparse file or a device, not a plain file"
-        problem = Problem(kind=SampleProblemKind.IRREGULAR_MEMBER, where=where, detail=detail)
+        problem = Problem(ProblemKind.IRREGULAR_MEMBER, where, "a link, a sparse file or a device, not a plain file")
     elif info.size > limit:
         problem = _report_oversized(where, limit)
     else:
@@ -487,7 +422,7 @@ def _read_files(
             with open_for_reading(filesystem, f"{archive.path}/{file}") as stream:
                 data = stream.read(MAX_IMAGE_BYTES + 1)
         except (FileNotFoundError, PermissionError) as error:  # Other errors concern the filesystem, not this file.
-            yield Problem(kind=SampleProblemKind.UNREADABLE_FILE, where=file, detail=str(error))
+            yield Problem(ProblemKind.UNREADABLE_FILE, file, str(error))
             continue
         problem = _report_oversized(file, MAX_IMAGE_BYTES) if len(data) > MAX_IMAGE_BYTES else None
         yield from _named_image(key, _Part(member=file, offset=0, data=data, problem=problem), captions, file)
@@ -497,22 +432,22 @@ def _named_image(key: str, part: _Part, captions: CaptionFile | FolderNames, whe
     if part.problem:
         yield part.problem
         return
-    checked = [_check_caption(text, where) for text in captions.texts(key)]
-    yield from (item for item in checked if isinstance(item, Problem))
-    if texts := tuple(item for item in checked if isinstance(item, str)):
-        yield ImageSample(key=key, member=part.member, offset=part.offset, data=part.data, captions=texts)
+    texts, problems = _check_captions(captions.texts(key), where)
+    yield from problems
+    if texts:
+        yield ImageSample(key=key, member=part.member, offset=part.offset, data=part.data, captions=tuple(texts))
 
 
 # ---- tars ------------------------------------------------------------------------------------------------------------
 
 
 def _report_oversized(where: str, limit: int) -> Problem:
-    return Problem(kind=SampleProblemKind.OVERSIZED_MEMBER, where=where, detail=f"longer than {limit} bytes")
+    return Problem(ProblemKind.OVERSIZED_MEMBER, where, f"longer than {limit} bytes")
 
 
-def _report_truncated(name: str, error: tarfile.TarError, end: int, num_bytes: int) -> TruncatedArchive:
-    return TruncatedArchive(
-        kind=SampleProblemKind.TRUNCATED_ARCHIVE,
+def _report_truncated(name: str, error: tarfile.TarError, end: int, num_bytes: int) -> Problem:
+    return Problem(
+        kind=ProblemKind.TRUNCATED_ARCHIVE,
         where=name,
         detail=f"corrupt tar: {error}",
         num_bytes_unread=num_bytes_behind(end, num_bytes),

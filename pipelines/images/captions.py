@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from pipelines.object_store import version_of
+from pipelines.problems import name_type
 from pipelines.storage import resolve
 
 RANDOM_WORD = "random"
@@ -26,10 +27,7 @@ _NOISE_STREAM = 0x6E6F697365
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionEncoder:
-    """Tokenizer with output of a fixed length t.
-
-    A longer caption is truncated but keeps its special tokens; a shorter one is padded, and the padding is masked.
-    """
+    """Tokenizer with output of a fixed length t: a longer caption keeps its special tokens, and padding is masked."""
 
     tokenizer: PreTrainedTokenizerFast
     """Tokenizer to apply; its own truncation and padding settings are not changed."""
@@ -55,30 +53,27 @@ class CaptionEncoder:
 
     def are_cut(self, texts: Sequence[str]) -> np.ndarray:
         """Return (n,) bool: which captions have more than t tokens and are therefore truncated."""
-        return np.array(
-            [bool(encoding.overflowing) for encoding in self._backend.encode_batch(list(texts))], dtype=bool
-        )
+        encodings = self._backend.encode_batch(list(texts))
+        return np.array([bool(encoding.overflowing) for encoding in encodings], dtype=bool)
 
     def encode(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
         """Tokenise n captions; return `input_ids` and `attention_mask`, each (n, t) int64."""
         encodings = self._backend.encode_batch(list(texts))
-        shape = (len(encodings), self.num_text_tokens)
-        return {
-            "input_ids": np.array([encoding.ids for encoding in encodings], dtype=np.int64).reshape(shape),
-            "attention_mask": np.array([encoding.attention_mask for encoding in encodings], dtype=np.int64).reshape(
-                shape
-            ),
+        rows = {
+            "input_ids": [encoding.ids for encoding in encodings],
+            "attention_mask": [encoding.attention_mask for encoding in encodings],
         }
+        shape = len(encodings), self.num_text_tokens
+        return {name: np.array(values, dtype=np.int64).reshape(shape) for name, values in rows.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptionNoise:
     """Caption noise of TempNet's robustness experiment (arXiv 2404.04575, §6 and appendix D).
 
-    Each caption is selected with probability p. In a selected caption, one word is either deleted or replaced by the
-    word "random", with equal probability; in a caption of a single word, it is always replaced. The selection and the
-    change depend on (seed, pair id) only, so they are the same in every epoch, and a caption that is selected at p is
-    also selected at any larger p.
+    With probability p, one word of a caption is either deleted or replaced by the word "random", with equal probability; a
+    single word is always replaced. Both depend on (seed, pair id) only, so they are the same in every epoch, and a caption
+    that is changed at p is also changed at any larger p.
     """
 
     share: float = 0.0
@@ -117,8 +112,7 @@ class CaptionFile:
     def load(cls, uri: str, splits: Sequence[str] = ()) -> CaptionFile:
         """Read a JSON file in one of two forms.
 
-        * Karpathy's form: `{"images": [{"filename", "filepath"?, "split", "sentences": [{"raw"}]}]}`; `splits` selects from
-        it.
+        * Karpathy's form: `{"images": [{"filename", "filepath"?, "split", "sentences": [{"raw"}]}]}`, selected by `splits`.
         * A list of `{"image": path, "caption": string or list of strings}`; an image may occur several times.
 
         A record without a path or captions, and a caption that is no text, cost themselves (`invalid`).
@@ -137,8 +131,8 @@ class CaptionFile:
     def find(self, path: str) -> str | None:
         """Return the path in this file of the image that `path` names, or None if there is none.
 
-        Two paths match if one of them ends in the other, compared by whole path components: `val2014/1.jpg` in the
-        JSON file is found as `coco/val2014/1.jpg` and, if that is unambiguous, as `1.jpg`.
+        One of them must end in the other, by whole path components: `val2014/1.jpg` in the JSON file is found as
+        `coco/val2014/1.jpg` and, if that is unambiguous, as `1.jpg`.
         """
         parts = path.split("/")
         for first in range(len(parts)):
@@ -195,7 +189,7 @@ def _load(uri: str, splits: tuple[str, ...], version: str) -> CaptionFile:
                 f"splits = {' '.join(splits)}, but captions = {uri!r} is a list without splits: leave it empty"
             )
     if not isinstance(records, list):
-        raise _explain(uri, f"it holds {_name(content)}")
+        raise _explain(uri, f"it holds {name_type(content)}")
     captions: dict[str, tuple[str, ...]] = {}
     invalid: list[tuple[str, str]] = []
     for number, record in enumerate(records):
@@ -205,7 +199,7 @@ def _load(uri: str, splits: tuple[str, ...], version: str) -> CaptionFile:
             invalid.append((f"record {number}", f"{type(error).__name__}: {error}"))
             continue
         invalid += [
-            (name, f"one of the captions is {_name(text)}, not text") for text in texts if type(text) is not str
+            (name, f"one of the captions is {name_type(text)}, not text") for text in texts if type(text) is not str
         ]
         if usable := tuple(text for text in texts if isinstance(text, str)):
             captions[name] = captions.get(name, ()) + usable
@@ -213,10 +207,6 @@ def _load(uri: str, splits: tuple[str, ...], version: str) -> CaptionFile:
         reason = f"{invalid[0][0]}: {invalid[0][1]}" if invalid else "it names no image"
         raise _explain(uri, reason)
     return CaptionFile(captions=captions, invalid=tuple(invalid))
-
-
-def _name(value: object) -> str:
-    return "null" if value is None else f"a {type(value).__name__}"
 
 
 def _explain(uri: str, reason: str) -> ValueError:
@@ -244,5 +234,5 @@ def _parse_karpathy(record: Any) -> tuple[str, list[object]]:
 def _parse_listed(record: Any) -> tuple[str, list[object]]:
     name, caption = record["image"], record["caption"]
     if not isinstance(name, str):
-        raise TypeError(f"the path of the image is {_name(name)}, not text")
+        raise TypeError(f"the path of the image is {name_type(name)}, not text")
     return name, [caption] if isinstance(caption, str) or caption is None else list(caption)

@@ -8,10 +8,13 @@ rotated or flipped as its EXIF orientation says.
 from __future__ import annotations
 
 import io
-from enum import StrEnum
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 from PIL import ExifTags, Image
+
+from pipelines.problems import ProblemKind
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that are decoded; the list is short because each further plug-in of Pillow also parses untrusted bytes."""
@@ -66,22 +69,10 @@ _UNREAD_PNG_CHUNKS = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
 _NUM_BYTES_SHOWN = 12
 
 
-class ImageProblemKind(StrEnum):
-    """Kinds of problems with the bytes of one image."""
-
-    EMPTY_IMAGE = "empty_image"
-    CORRUPT_IMAGE = "corrupt_image"
-    TOO_MANY_PIXELS = "too_many_pixels"
-    TOO_MUCH_MEMORY = "too_much_memory"
-    """Decoding the image would take more than MAX_DECODING_BYTES."""
-    TOO_MANY_SCANS = "too_many_scans"
-    """Decoding the image would take too much time, because a progressive JPEG has so many scans of so many pixels."""
-
-
 class ImageError(Exception):
     """Raised for an image that cannot be used; `kind` says why."""
 
-    def __init__(self, kind: ImageProblemKind, detail: str) -> None:
+    def __init__(self, kind: ProblemKind, detail: str) -> None:
         super().__init__(detail)
         self.kind = kind
 
@@ -89,33 +80,33 @@ class ImageError(Exception):
 def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Open an image, reading only its header, and check its size."""
     if not data:
-        raise ImageError(ImageProblemKind.EMPTY_IMAGE, "the file has 0 bytes")
+        raise ImageError(ProblemKind.EMPTY_IMAGE, "the file has 0 bytes")
     try:
         image = Image.open(io.BytesIO(_without_texts(data)), formats=FORMATS)
         num_bytes = estimate_decoding_bytes(image)
     except Image.DecompressionBombError as error:
-        raise ImageError(ImageProblemKind.TOO_MANY_PIXELS, str(error)) from error
+        raise ImageError(ProblemKind.TOO_MANY_PIXELS, str(error)) from error
     except Image.UnidentifiedImageError as error:
         detail = f"no {', '.join(FORMATS)}, or a broken header; it begins with {data[:_NUM_BYTES_SHOWN]!r}"
-        raise ImageError(ImageProblemKind.CORRUPT_IMAGE, detail) from error
+        raise ImageError(ProblemKind.CORRUPT_IMAGE, detail) from error
     except Exception as error:  # Pillow's plug-ins let all kinds of exceptions escape from their parsers.
-        raise ImageError(ImageProblemKind.CORRUPT_IMAGE, f"a broken header: {error}") from error
+        raise ImageError(ProblemKind.CORRUPT_IMAGE, f"a broken header: {error}") from error
     width, height = image.size
     if width * height > max_pixels:
         detail = f"{width} × {height} pixels; the limit is {max_pixels}"
-        raise ImageError(ImageProblemKind.TOO_MANY_PIXELS, detail)
+        raise ImageError(ProblemKind.TOO_MANY_PIXELS, detail)
     if num_bytes > MAX_DECODING_BYTES:
         detail = (
             f"decoding {width} × {height} pixels of {image.format} in mode {image.mode} may take {num_bytes >> 20} MiB; "
             f"the limit is {MAX_DECODING_BYTES >> 20}"
         )
-        raise ImageError(ImageProblemKind.TOO_MUCH_MEMORY, detail)
+        raise ImageError(ProblemKind.TOO_MUCH_MEMORY, detail)
     if image.format in ("JPEG", "MPO"):
         # Within the data of a scan, these bytes do not occur.
         num_scans = data.count(_START_OF_SCAN)
         if num_scans * width * height > _MAX_SCANNED_PIXELS:
             detail = f"{num_scans} scans of {width} × {height} pixels; the limit is {_MAX_SCANNED_PIXELS // (width * height)}"
-            raise ImageError(ImageProblemKind.TOO_MANY_SCANS, detail)
+            raise ImageError(ProblemKind.TOO_MANY_SCANS, detail)
     return image
 
 
@@ -148,19 +139,18 @@ def estimate_decoding_bytes(image: Image.Image) -> int:
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """Decode an image, convert it to RGB and turn it upright; the image passed in is released."""
-    _load(image)
-    turn = _TRANSPOSITIONS.get(_read_orientation(image))
-    try:
+    with _corruption_named():
+        image.load()
+        turn = _TRANSPOSITIONS.get(_read_orientation(image))
         rgb = _convert_to_rgb(image)
         return rgb if turn is None else _replace(rgb, rgb.transpose(turn))
-    except Exception as error:
-        raise _report_corrupt(error) from error
 
 
 def upright_size(image: Image.Image) -> tuple[int, int]:
     """Return the (width, height) of the image that `to_rgb` will return; only the header of a JPEG is read."""
     if image.format not in ("JPEG", "MPO"):
-        _load(image)
+        with _corruption_named():
+            image.load()
     width, height = image.size
     return (height, width) if _read_orientation(image) >= _FIRST_SWAPPING else (width, height)
 
@@ -177,16 +167,17 @@ def check_image(data: bytes, max_pixels: int = MAX_PIXELS) -> None:
 
 def shrink_on_load(image: Image.Image, size: tuple[int, int]) -> None:
     """Set a JPEG to be decoded at ½, ¼ or ⅛ of its size, no smaller than the upright (width, height) `size`."""
-    width, height = size
-    # The first argument None keeps the mode.
-    image.draft(None, (height, width) if _read_header_orientation(image) >= _FIRST_SWAPPING else size)
+    if image.format in ("JPEG", "MPO"):
+        # The first argument None keeps the mode.
+        image.draft(None, size[::-1] if _read_orientation(image) >= _FIRST_SWAPPING else size)
 
 
-def _load(image: Image.Image) -> None:
+@contextmanager
+def _corruption_named() -> Iterator[None]:
     try:
-        image.load()
-    except Exception as error:
-        raise _report_corrupt(error) from error
+        yield
+    except Exception as error:  # Pillow's plug-ins let all kinds of exceptions escape.
+        raise ImageError(ProblemKind.CORRUPT_IMAGE, str(error) or type(error).__name__) from error
 
 
 def _read_orientation(image: Image.Image) -> int:
@@ -199,10 +190,6 @@ def _read_orientation(image: Image.Image) -> int:
     except Exception:  # Pillow raises all kinds of exceptions for broken metadata; the pixels may still be intact.
         return 1
     return orientation if orientation in _TRANSPOSITIONS else 1
-
-
-def _read_header_orientation(image: Image.Image) -> int:
-    return _read_orientation(image) if image.format in ("JPEG", "MPO") else 1
 
 
 def _convert_to_rgb(image: Image.Image) -> Image.Image:
@@ -236,7 +223,3 @@ def _replace(image: Image.Image, replacement: Image.Image) -> Image.Image:
     """Release the image's memory, even if references to it remain, and return the replacement."""
     image.close()
     return replacement
-
-
-def _report_corrupt(error: Exception) -> ImageError:
-    return ImageError(ImageProblemKind.CORRUPT_IMAGE, str(error) or type(error).__name__)

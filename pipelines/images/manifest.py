@@ -1,7 +1,7 @@
 """Manifest of a prepared image–text data set: an index of every archive with counts, digests and problems.
 
-A shard is the indexed part of one archive. Pairs are numbered without gaps (0 … N−1) in the order of the shards and
-of the rows within them. Images are numbered in the same way, and the pairs of one image are adjacent.
+Pairs are numbered without gaps (0 … N−1) in the order of the archives' shards and of the rows within them, and so are
+images; the pairs of one image are adjacent.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ImageShard:
     dropped: list[int]
     """Numbers, as in the index file, of the images that are ignored because their key occurred before."""
     num_bytes_unread: int | None = None
-    """Number of bytes behind the place where it could not be read further (`pipelines.problems.TruncatedArchive`)."""
+    """Number of bytes behind the place where it could not be read further (`pipelines.problems.Problem`)."""
     key_prefix: str = ""
     """What the keys of the data set begin with, beside those of the index file, as earlier archives have some of them too."""
 

@@ -11,7 +11,7 @@ import itertools
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -26,7 +26,6 @@ from pipelines.images.archives import (
     ImageSample,
     KeyDot,
     LeftOut,
-    SampleProblemKind,
     list_image_source,
     read_samples,
 )
@@ -43,7 +42,7 @@ from pipelines.images.manifest import (
 )
 from pipelines.object_store import unchanged
 from pipelines.prepare import directory_name, prepare
-from pipelines.problems import LostRecords, Problem, describe_counts, estimate_unread, lost_name, note
+from pipelines.problems import LostRecords, Problem, ProblemKind, describe_counts, estimate_unread, lost_name
 from pipelines.storage import arrow_file, relative, write_bytes
 
 # What counts as a sample, and how its key is made; prepared data are made anew under another version.
@@ -93,18 +92,16 @@ class PrepareImagesConfig:
                 f"splits = {' '.join(self.splits)} selects from captions, which is empty: give a Karpathy json"
             )
 
+    def load_captions(self) -> CaptionFile | None:
+        """Return the file of captions if there is one; it is cached, so that each process reads it only once."""
+        return CaptionFile.load(self.captions, self.splits) if self.captions else None
 
-def prepare_images(
-    config: PrepareImagesConfig,
-    root: str,
-    *,
-    max_bad_share_field: str = "max_bad_share",
-    losses: str = "",
-    resources: Mapping[str, float] | None = None,
-) -> ImageManifest:
+
+def prepare_images(config: PrepareImagesConfig, root: str, **options: Any) -> ImageManifest:
     """Prepare `config.source` in a subdirectory of `root`, or load it if it is already prepared.
 
-    The other arguments are those of `pipelines.prepare.prepare`, with its errors and those of :func:`check_source`.
+    The options are `max_bad_share_field`, `losses` and `resources` of `pipelines.prepare.prepare`. Errors are those of that
+    function and of :func:`check_source`.
     """
     archives, captions, not_read = check_source(config)
     content: list[object] = [
@@ -122,21 +119,16 @@ def prepare_images(
         source=config.source,
         directory=directory,
         max_bad_share=config.max_bad_share,
-        field=max_bad_share_field,
         noun="pair",
-        losses=losses,
-        resources=resources,
+        **options,
     )
     return replace(manifest, not_read=not_read)
 
 
 def check_source(config: PrepareImagesConfig) -> tuple[list[ImageArchive], CaptionFile | None, list[str]]:
-    """Return the archives to prepare, the captions if they come in a file of their own, and the names that are not read.
-
-    Ray is not needed.
-    """
+    """Return the archives to prepare, the captions if they come in a file of their own, and the names that are not read."""
     archives, not_read = list_image_source(config.source)
-    captions = CaptionFile.load(config.captions, config.splits) if config.captions else None
+    captions = config.load_captions()
     if captions is None and config.label != FOLDER_LABEL and any(archive.files for archive in archives):
         raise ValueError(
             f"source = {config.source!r} holds images in files of their own: captions must name a json file"
@@ -150,7 +142,7 @@ def check_source(config: PrepareImagesConfig) -> tuple[list[ImageArchive], Capti
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexTask:
-    """Indexing of the archives of a source (see `pipelines.prepare.Task`)."""
+    """Indexing of the archives of a source (see `pipelines.prepare.prepare`)."""
 
     config: PrepareImagesConfig
     archives: Sequence[ImageArchive]
@@ -211,8 +203,7 @@ class IndexTask:
         Everything else is counted in `lost` and `left_out`, and the keys of images that cannot be used in `unusable`.
         """
         config = self.config
-        # The worker reads the caption file itself; `load` caches it, so that each process reads it only once.
-        captions = CaptionFile.load(config.captions, config.splits) if config.captions else None
+        captions = config.load_captions()
         name = relative(archive.path, resolve_source(config.source)[1])
         keys: set[str] = set()
         for item in read_samples(config.source, archive, captions, key_dot=config.key_dot, label=config.label):
@@ -227,7 +218,7 @@ class IndexTask:
             try:
                 check_image(item.data, config.max_pixels)
             except ImageError as error:
-                lost.add(archive.path, Problem(kind=error.kind, where=where, detail=str(error)))
+                lost.add(archive.path, Problem(error.kind, where, str(error)))
                 unusable.append(item.key)
                 continue
             if item.key in keys:
@@ -239,22 +230,19 @@ class IndexTask:
     def finish(self, records: Sequence[dict[str, Any]]) -> ImageManifest:
         """Combine the indexes of all archives into a manifest.
 
-        The number of samples after the place where a tar becomes unreadable is estimated. With a caption file no estimate
-        is needed, because it names every image: one that no archive holds is a problem, and if several hold an image, the
-        first one stays. Without one, two archives may have the same keys; those of the second one get the archive's name
-        before them.
+        A caption file names every image: one that no archive holds is a problem, and if several hold an image, the first one
+        stays. Without one, the number of samples behind the place where a tar becomes unreadable is estimated, and of two
+        archives with the same keys those of the second get the archive's name before them.
         """
         config = self.config
-        captions = CaptionFile.load(config.captions, config.splits) if config.captions else None
+        captions = config.load_captions()
         shards = [ImageShard(**{name: value for name, value in record.items() if name != "lost"}) for record in records]
         reading = None
         with LostRecords(lost_name(f"{self.directory}/{ASSEMBLY}")) as lost:
             if captions is None:
-                estimates = estimate_unread(shards, SampleProblemKind.UNREAD_SAMPLE, "sample")
-                shards = [
-                    _with_problems(shard, [problem] if problem else [], lost)
-                    for shard, problem in zip(shards, estimates, strict=True)
-                ]
+                estimates = estimate_unread(shards, ProblemKind.UNREAD_SAMPLE, "sample")
+                pairs = zip(shards, estimates, strict=True)
+                shards = [lost.add_to(shard, [problem]) if problem else shard for shard, problem in pairs]
             images = [_list_images(open_index(self.directory, shard.file)) for shard in shards]
             repeated, distinct = _find_repeated([table.column("key") for table in images])
             root = resolve_source(config.source)[1]
@@ -277,20 +265,10 @@ class IndexTask:
 
 
 def _report_duplicate(where: str, place: str) -> Problem:
-    detail = f"the key has occurred before {place}; the first one stays"
-    return Problem(kind=SampleProblemKind.DUPLICATED_KEY, where=where, detail=detail)
+    return Problem(ProblemKind.DUPLICATED_KEY, where, f"the key has occurred before {place}; the first one stays")
 
 
 # ---- all archives ----------------------------------------------------------------------------------------------------
-
-
-def _with_problems(shard: ImageShard, problems: Sequence[Problem], lost: LostRecords) -> ImageShard:
-    """Return the shard with further problems."""
-    counts, examples = Counter(shard.problems), list(shard.examples)
-    for problem in problems:
-        lost.add(shard.archive, problem)
-        note(problem, counts, examples)
-    return replace(shard, problems=dict(counts), examples=examples)
 
 
 def _list_images(table: pa.Table) -> pa.Table:
@@ -314,7 +292,7 @@ def _drop(shard: ImageShard, images: pa.Table, rows: np.ndarray, lost: LostRecor
     name = shard.archive.rsplit("/", 1)[-1]
     dropped = images.take(pa.array(rows, pa.int64()))
     places = [f"{name}/{key}" for key in dropped.column("key").to_pylist()]
-    shard = _with_problems(shard, [_report_duplicate(place, "in another archive") for place in places], lost)
+    shard = lost.add_to(shard, (_report_duplicate(place, "in another archive") for place in places))
     return replace(
         shard,
         num_pairs=shard.num_pairs - int(dropped.column("num_pairs").to_numpy().sum()),
@@ -325,18 +303,10 @@ def _drop(shard: ImageShard, images: pa.Table, rows: np.ndarray, lost: LostRecor
 
 def _count_absent(captions: CaptionFile, uri: str, present: set[str], lost: LostRecords) -> CaptionReading:
     """Count as problems what the caption file names but `present` lacks, and its records that cannot be used."""
-    found = [Problem(kind=SampleProblemKind.INVALID_RECORD, where=w, detail=detail) for w, detail in captions.invalid]
+    found = [Problem(ProblemKind.INVALID_RECORD, w, detail) for w, detail in captions.invalid]
     detail = "named in the captions, but no archive holds it"
-    found += [
-        Problem(kind=SampleProblemKind.ABSENT_IMAGE, where=name, detail=detail)
-        for name in captions.captions
-        if name not in present
-    ]
-    problems, examples = Counter[str](), list[str]()
-    for problem in found:
-        lost.add(uri, problem)
-        note(problem, problems, examples)
-    return CaptionReading(path=uri, problems=dict(problems), examples=examples)
+    found += [Problem(ProblemKind.ABSENT_IMAGE, name, detail) for name in captions.captions if name not in present]
+    return lost.add_to(CaptionReading(path=uri, problems={}, examples=[]), found)
 
 
 def describe(manifest: ImageManifest, seconds: float | None = None) -> str:

@@ -102,9 +102,9 @@ def _name_rows(table: pa.Table) -> pa.Array:
 def read_numbers(uri: str, archives: Sequence[ImageArchive], field: str) -> Iterator[tuple[str, float]]:
     """Yield key and number of every sample whose JSON file has a finite number in a field, in stored order.
 
-    Samples without one are left out, and so is what follows the place where a tar is damaged. As archives may have the same
-    keys, those of every archive but the first are yielded with the archive's name before them
-    (`pipelines.images.manifest.ImageShard.key_prefix`), and without it where no archive before has an image of this key.
+    Samples without one are left out, and so is what follows the place where a tar is damaged. Of every archive but the first,
+    numbers are yielded with the archive's name before the key (`pipelines.images.manifest.ImageShard.key_prefix`), and
+    without it where no archive before has an image of this key.
     """
     filesystem, root = resolve_source(uri)
     is_found = False

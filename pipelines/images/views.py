@@ -1,9 +1,9 @@
 """Views of an image: random crop, flip, RandAugment and colours for training; resize and centre crop for evaluation.
 
 RandAugment (Cubuk et al., arXiv 1909.13719) applies a few operations, drawn from a fixed list, at one strength. The list
-is the one used in vision-language pre-training: no operation changes colours so much that a caption becomes false.
+is that of vision-language pre-training: no operation changes colours so much that a caption becomes false.
 
-Shapes: a view is uint8 (S, S, 3) with S pixels per side. Scaling and normalisation happen in the model, on the device.
+A view is uint8 (S, S, 3) with S pixels per side. Scaling and normalisation happen in the model, on the device.
 """
 
 from __future__ import annotations
@@ -83,11 +83,10 @@ def training_view(
 
 
 def random_crop(width: int, height: int, augmentation: AugmentationConfig, rng: np.random.Generator) -> Box:
-    """Return (left, top, right, bottom) of a random crop, in whole pixels.
+    """Return (left, top, right, bottom) of a random crop, in whole pixels (Szegedy et al., arXiv 1409.4842, §6).
 
     A share of the area, uniform in [min_scale, 1], and an aspect ratio, log-uniform in [3/4, 4/3], are drawn until the
-    rectangle fits into the image, at most ten times. If none fits, the result is the largest central crop with an allowed
-    ratio. The method is that of Szegedy et al. (arXiv 1409.4842, §6), as all common frameworks implement it.
+    rectangle fits into the image, at most ten times; else it is the largest central crop with an allowed ratio.
     """
     low, high = math.log(_MIN_RATIO), math.log(_MAX_RATIO)
     for _ in range(_NUM_CROP_ATTEMPTS):

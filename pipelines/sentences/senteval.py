@@ -29,16 +29,16 @@ import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pipelines.archives import ArchiveFormat
-from pipelines.lines import MAX_RECORD_BYTES, DamagedError, Decompressed, decompress
+from pipelines.lines import MAX_RECORD_BYTES, DamagedError, open_decompressed
 from pipelines.local_copy import local_copy
-from pipelines.problems import Problem, note
+from pipelines.problems import Problem, ProblemKind, note
 from pipelines.storage import compute_digest
 from pipelines.stream import Batch, row_digests
 from pipelines.tars import tar_members
@@ -72,11 +72,10 @@ _PARTS = ("train", "dev", "test")
 
 
 def _make_two_files(negative: str, positive: str, class_names: tuple[str, str] = ("negative", "positive")) -> TaskFiles:
-    def parser(name: str) -> Parser:
-        return lambda line: (name, line, None)
-
-    sources = tuple(((file,), parser(name)) for file, name in zip((negative, positive), class_names, strict=True))
-    return TaskFiles({"all": sources}, class_names)
+    sources = [
+        ((file,), partial(_parse_sentence, name)) for file, name in zip((negative, positive), class_names, strict=True)
+    ]
+    return TaskFiles({"all": tuple(sources)}, class_names)
 
 
 def _make_split(
@@ -115,6 +114,10 @@ def _columns(count: int, label: int, first: int, second: int | None = None) -> P
     return parse
 
 
+def _parse_sentence(label: str, line: str) -> Record:
+    return label, line, None
+
+
 def _parse_sentence_and_label(line: str) -> Record:
     sentence, _, label = line.rpartition("\t")
     return label.strip(), sentence, None
@@ -138,6 +141,9 @@ PROBING_FILES = {
     "CoordinationInversion": "coordination_inversion",
 }
 """Name of a probing task → name of its file."""
+_TREC = ("ABBR", "DESC", "ENTY", "HUM", "LOC", "NUM")
+_SICK, _SICK_PARTS = ("CONTRADICTION", "NEUTRAL", "ENTAILMENT"), ("train", "trial", "test_annotated")
+_SNLI = ("entailment", "neutral", "contradiction")
 TASK_FILES: dict[str, TaskFiles] = {
     "MR": _make_two_files("MR/rt-polarity.neg", "MR/rt-polarity.pos"),
     "CR": _make_two_files("CR/custrev.neg", "CR/custrev.pos"),
@@ -146,25 +152,12 @@ TASK_FILES: dict[str, TaskFiles] = {
     "IMDb": TaskFiles({"all": ()}, ("negative", "positive")),  # a file per review: `_Reader.reviews`
     "SST2": _make_split("SST/binary/sentiment-{}", _parse_sentence_and_label, "01"),
     "SST5": _make_split("SST/fine/sentiment-{}", _parse_label_and_question, "01234"),
-    "TREC": _make_split(
-        "TREC/{}.label",
-        _parse_label_and_question,
-        ("ABBR", "DESC", "ENTY", "HUM", "LOC", "NUM"),
-        ("train_5500", "TREC_10"),
-    ),
+    "TREC": _make_split("TREC/{}.label", _parse_label_and_question, _TREC, ("train_5500", "TREC_10")),
     "MRPC": _make_split(
         "MRPC/msr_paraphrase_{}.txt", _columns(5, 0, 3, 4), "01", ("train", "test"), num_header_lines=1
     ),
-    "SICKEntailment": _make_split(
-        "SICK/SICK_{}.txt",
-        _columns(5, 4, 1, 2),
-        ("CONTRADICTION", "NEUTRAL", "ENTAILMENT"),
-        ("train", "trial", "test_annotated"),
-        num_header_lines=1,
-    ),
-    "SNLI": _make_split(
-        "SNLI/labels.{} SNLI/s1.{} SNLI/s2.{}", _columns(3, 0, 1, 2), ("entailment", "neutral", "contradiction")
-    ),
+    "SICKEntailment": _make_split("SICK/SICK_{}.txt", _columns(5, 4, 1, 2), _SICK, _SICK_PARTS, num_header_lines=1),
+    "SNLI": _make_split("SNLI/labels.{} SNLI/s1.{} SNLI/s2.{}", _columns(3, 0, 1, 2), _SNLI),
     **{name: _make_probing(file) for name, file in PROBING_FILES.items()},
 }
 _STS_SETS = {
@@ -181,16 +174,6 @@ JUDGEMENT_FILES = {
 """Name of judgements of SentEval → the files of each of their data sets: scores and pairs, or one file of test pairs."""
 _REVIEWS, _REVIEWS_ARCHIVE, _NUM_REVIEWS = "aclImdb", "aclImdb_v1.tar.gz", 50_000
 _REVIEW = re.compile(rf"{_REVIEWS}/(?:train|test)/(?:neg|pos)/[^/]+\.txt")
-
-
-class LineProblemKind(StrEnum):
-    """Kinds of problems with a line."""
-
-    MISSING_FIELD = "missing_field"
-    EMPTY_SENTENCE = "empty_sentence"
-    UNKNOWN_LABEL = "unknown_label"
-    UNREAD_REVIEW = "unread_review"
-    """The review is missing in an archive that cannot be read to its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,7 +416,7 @@ class _Reader:
         directory: Path,
         files: Sequence[str],
         parse: Parser,
-        class_names: Sequence[str] = (),
+        class_names: Sequence[str],
         num_header_lines: int = 0,
     ) -> Iterator[Record]:
         """Yield the records of a file, or of files whose lines of the same number are joined by tabs."""
@@ -446,7 +429,7 @@ class _Reader:
             try:
                 record = parse("\t".join(line for _, line in lines))
             except ValueError as error:
-                self._skip(LineProblemKind.MISSING_FIELD, where, str(error))
+                self._skip(ProblemKind.MISSING_FIELD, where, str(error))
                 continue
             if record is not None and self._is_whole(record, where, class_names):
                 label, first, second = record
@@ -471,33 +454,33 @@ class _Reader:
         reviews: dict[str, bytes] = {}
         with path.open("rb") as file:
             try:
-                for info, member in tar_members(Decompressed(decompress(file, 0, ArchiveFormat.JSONL_GZ))):
+                for info, member in tar_members(open_decompressed(file, 0, ArchiveFormat.JSONL_GZ)):
                     name = info.name.removeprefix("./")
                     if not _REVIEW.fullmatch(name):
                         continue
                     if not info.isreg() or info.size > MAX_RECORD_BYTES:
-                        self._skip(LineProblemKind.UNREAD_REVIEW, name, "no plain file of a review's size")
+                        self._skip(ProblemKind.UNREAD_REVIEW, name, "no plain file of a review's size")
                         continue
                     content = member.read(info.size)
                     if not member.is_cut:
                         reviews[name] = content
             except (DamagedError, tarfile.TarError) as error:
-                self._skip(LineProblemKind.UNREAD_REVIEW, path.name, str(error), max(1, _NUM_REVIEWS - len(reviews)))
+                self._skip(ProblemKind.UNREAD_REVIEW, path.name, str(error), max(1, _NUM_REVIEWS - len(reviews)))
         return reviews
 
     def _is_whole(self, record: Record, where: str, class_names: Sequence[str]) -> bool:
         """Return whether a record has all that it needs; otherwise it is counted."""
         label, first, second = record
         if not first.strip() or (second is not None and not second.strip()):
-            self._skip(LineProblemKind.EMPTY_SENTENCE, where, repr(first[:40]))
+            self._skip(ProblemKind.EMPTY_SENTENCE, where, repr(first[:40]))
         elif not label or (class_names and label not in class_names):
-            self._skip(LineProblemKind.UNKNOWN_LABEL, where, repr(label))
+            self._skip(ProblemKind.UNKNOWN_LABEL, where, repr(label))
         else:
             return True
         return False
 
-    def _skip(self, kind: LineProblemKind, where: str, detail: str, count: int = 1) -> None:
-        note(Problem(kind=kind, where=where, detail=detail, count=count), self.problems, self.examples)
+    def _skip(self, kind: ProblemKind, where: str, detail: str, count: int = 1) -> None:
+        note(Problem(kind, where, detail, count=count), self.problems, self.examples)
 
 
 def _decode(data: bytes) -> str:
@@ -529,22 +512,25 @@ class LabelledSource:
     def of(cls, examples: Examples, tokenizer: PreTrainedTokenizerFast, *, num_tokens: int) -> LabelledSource:
         """Tokenise examples; one of more than `num_tokens` is truncated, a pair by shortening the longer sentence."""
         pairs = [examples.first] if examples.second is None else [examples.first, examples.second]
-        whole = tokenizer(*pairs, verbose=False)
-        encoded = tokenizer(*pairs, truncation=True, max_length=num_tokens, return_token_type_ids=True)
-        rows, types = encoded["input_ids"], encoded["token_type_ids"]
-        lengths = np.array([len(row) for row in rows], dtype=np.int64)
-        token_ids = np.full((len(rows), lengths.max()), tokenizer.pad_token_id, dtype=np.int32)
+        whole = tokenizer(*pairs, verbose=False)["input_ids"]
+        encoded = tokenizer(
+            *pairs,
+            truncation=True,
+            max_length=num_tokens,
+            padding=True,
+            padding_side="right",
+            return_token_type_ids=True,
+            return_attention_mask=True,
+            return_tensors="np",
+        )
+        lengths = encoded["attention_mask"].sum(axis=1).astype(np.int64)
         has_types = "token_type_ids" in tokenizer.model_input_names
-        token_types = np.zeros_like(token_ids, dtype=np.int8)
-        for place, (row, kinds) in enumerate(zip(rows, types, strict=True)):
-            token_ids[place, : len(row)] = row
-            token_types[place, : len(row)] = kinds
         return cls(
-            token_ids=token_ids,
-            token_types=token_types if has_types else None,
+            token_ids=encoded["input_ids"].astype(np.int32),
+            token_types=encoded["token_type_ids"].astype(np.int8) if has_types else None,
             lengths=lengths,
             labels=examples.labels,
-            num_cut=sum(len(long) > len(row) for long, row in zip(whole["input_ids"], rows, strict=True)),
+            num_cut=sum(len(long) > length for long, length in zip(whole, lengths, strict=True)),
         )
 
     def __len__(self) -> int:

@@ -57,7 +57,7 @@ class ArchiveEntry:
     shards: list[ShardEntry]
     num_parts: int = 1
     num_bytes_unread: int | None = None
-    """Number of bytes behind the places where it could not be read further (`pipelines.problems.TruncatedArchive`)."""
+    """Number of bytes behind the places where it could not be read further (`pipelines.problems.Problem`)."""
     version: str = ""
     """What changes when the archive is written again (`pipelines.object_store.version_of`); empty if it is not known."""
 

@@ -10,9 +10,9 @@ import hashlib
 import itertools
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +25,7 @@ from pipelines.problems import (
     NUM_EXAMPLES,
     LostRecords,
     Problem,
+    ProblemKind,
     describe_counts,
     estimate_unread,
     lost_name,
@@ -40,7 +41,7 @@ from pipelines.text.manifest import (
     archive_name,
     part_name,
 )
-from pipelines.text.reading import PART_BYTES, Part, ProblemKind, list_parts, read_documents, report_empty
+from pipelines.text.reading import PART_BYTES, Part, list_parts, read_documents, report_empty
 from pipelines.text.tokenization import load_tokenizer, tokenizer_digest
 
 _NUM_BATCHES_PER_SHARD = 16  # The layouts yield record batches of up to 256 rows.
@@ -66,18 +67,11 @@ class PrepareConfig:
             raise ValueError(f"max_bad_share = {self.max_bad_share:g} must lie in [0, 1]")
 
 
-def prepare_text(
-    config: PrepareConfig,
-    layout: Layout,
-    root: str,
-    *,
-    max_bad_share_field: str = "max_bad_share",
-    losses: str = "",
-    resources: Mapping[str, float] | None = None,
-) -> Manifest:
+def prepare_text(config: PrepareConfig, layout: Layout, root: str, **options: Any) -> Manifest:
     """Prepare `config.source` in a subdirectory of `root`, or load it if it is already prepared.
 
-    The layout must have been made for the same tokenizer. The other arguments are those of `pipelines.prepare.prepare`.
+    The layout must have been made for the same tokenizer. The options are `max_bad_share_field`, `losses` and
+    `resources` of `pipelines.prepare.prepare`.
     """
     task, not_read = locate_text(config, layout, root)
     manifest = prepare(
@@ -86,10 +80,8 @@ def prepare_text(
         source=config.source,
         directory=task.directory,
         max_bad_share=config.max_bad_share,
-        field=max_bad_share_field,
         noun="document",
-        losses=losses,
-        resources=resources,
+        **options,
     )
     return replace(manifest, not_read=not_read)
 
@@ -123,8 +115,7 @@ def locate_text(config: PrepareConfig, layout: Layout, root: str) -> tuple[PartT
     return task, listing.not_read
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArchivePart:
+class ArchivePart(NamedTuple):
     """A part of one of the archives of a source."""
 
     archive_number: int
@@ -138,18 +129,9 @@ class ArchivePart:
         return part_name(self.archive_number, self.number)
 
 
-def list_archive_parts(source: str, archives: Sequence[Archive]) -> list[ArchivePart]:
-    """Return the parts of all archives of a source, in stored order (see `pipelines.text.reading.list_parts`)."""
-    return [
-        ArchivePart(archive_number=archive_number, number=number, archive=archives[archive_number], part=part)
-        for archive_number, parts in enumerate(list_parts(source, archives))
-        for number, part in enumerate(parts)
-    ]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartTask:
-    """Preparation of the parts of a source (see `pipelines.prepare.Task`)."""
+    """Preparation of the parts of a source (see `pipelines.prepare.prepare`)."""
 
     source: str
     text_field: str
@@ -164,7 +146,12 @@ class PartTask:
     def divide(self) -> PartTask:
         """Divide the archives into parts, and create the directory."""
         create_directory(self.directory)
-        return replace(self, parts=list_archive_parts(self.source, self.archives))
+        parts = [
+            ArchivePart(archive_number, number, self.archives[archive_number], part)
+            for archive_number, parts in enumerate(list_parts(self.source, self.archives))
+            for number, part in enumerate(parts)
+        ]
+        return replace(self, parts=parts)
 
     @property
     def unit_names(self) -> list[str]:
@@ -246,12 +233,7 @@ class PartTask:
                 problem = report_empty(relative(archive.path, resolve_source(self.source)[1]))
             if problem is not None:
                 with LostRecords(lost_name(f"{self.directory}/{archive_name(number)}")) as lost:
-                    lost.add(archive.path, problem)
-                archives[number] = replace(
-                    archive,
-                    problems=dict(lost.problems + Counter(archive.problems)),
-                    examples=[*archive.examples, *lost.examples][:NUM_EXAMPLES],
-                )
+                    archives[number] = lost.add_to(archive, [problem])
         return Manifest(
             directory=self.directory,
             tokenizer_digest=self.tokenizer_digest,

@@ -1,32 +1,29 @@
 """Read documents from text archives, record by record.
 
-An archive is one file: JSON lines (plain, gzip or zstandard), a tar of such files (the layout of OpenWebText2),
-Parquet, or plain text, which is one document. Real downloads are often truncated and contain broken records. Each
-defect in the *content* is therefore yielded by the same iterator as a `Problem`, and as little as possible is lost:
-one record, or the rest of a damaged stream. Errors in the *request* (no such path, no permission, an unknown suffix)
-raise exceptions.
+An archive is one file: JSON lines (plain or compressed), a tar of such files (the layout of OpenWebText2), Parquet, or plain
+text, which is one document. Each defect in the *content* is yielded by the same iterator as a `Problem`, and as little as
+possible is lost: one record, or the rest of a damaged stream. Errors in the *request* (no such path, no permission, an
+unknown suffix) raise exceptions. Nothing is extracted to disk or unpickled, and memory holds one record and one read buffer
+(for Parquet, the pages of one column chunk), whatever the size of the archive.
 
-Nothing is extracted to disk or unpickled, and memory use is limited to one record and one read buffer (for Parquet,
-the pages of one column chunk), whatever the size of the archive.
-
-Archives are divided into parts that can be prepared independently of each other. The parts are decided by the archive's
-bytes and by PART_BYTES alone, so that prepared data do not depend on how many tasks prepare them: groups of members of a
-tar, ranges of lines of a JSON lines file, groups of row groups of a Parquet file. What is compressed as a whole is one
-part, because it can only be decompressed from its beginning.
+Archives are divided into parts that can be prepared independently of each other, by the archive's bytes and PART_BYTES alone:
+groups of members of a tar, ranges of lines of a JSON lines file, groups of row groups of a Parquet file. What is compressed
+as a whole is one part.
 """
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import tarfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
+from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -37,16 +34,15 @@ from pipelines.lines import (
     MAGIC_BYTES,
     MAX_RECORD_BYTES,
     DamagedError,
-    Decompressed,
-    Readable,
     compression_of,
     decode,
     decompress,
+    open_decompressed,
     read_line_range,
     split_lines,
 )
-from pipelines.object_store import InputFile, open_for_reading
-from pipelines.problems import Problem, TruncatedArchive, note
+from pipelines.object_store import open_for_reading
+from pipelines.problems import Problem, ProblemKind, format_fields, name_type, note
 from pipelines.storage import relative
 from pipelines.tars import member_end, num_bytes_behind, tar_members
 
@@ -62,7 +58,6 @@ _PARQUET_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
 # Number of bytes to read at a time for the headers of a tar alone: one header, with an extended one of the usual size.
 _HEADER_BYTES = 2**14
 _NUM_THREADS = 16
-_NUM_FIELDS_SHOWN, _NUM_CHARACTERS_SHOWN = 8, 40
 
 MEMBER_SUFFIXES = {
     ".jsonl": ArchiveFormat.JSONL,
@@ -76,25 +71,6 @@ MEMBER_SUFFIXES = {
 
 `.zst` covers both `.jsonl.zst` and names such as `1.zst` in archives written by lm_dataformat.
 """
-
-
-class ProblemKind(StrEnum):
-    """Kinds of problems with an archive's content."""
-
-    TRUNCATED_ARCHIVE = "truncated_archive"
-    """A stream ends early or cannot be decoded further; the records before that place were yielded."""
-    INVALID_UTF8 = "invalid_utf8"
-    INVALID_JSON = "invalid_json"
-    MISSING_TEXT = "missing_text"
-    EMPTY_DOCUMENT = "empty_document"
-    OVERSIZED_RECORD = "oversized_record"
-    IRREGULAR_MEMBER = "irregular_member"
-    """The member is a link, a sparse file or a device, although its name is that of a member to be read."""
-    EMPTY_ARCHIVE = "empty_archive"
-    UNREADABLE_ARCHIVE = "unreadable_archive"
-    """No part of the archive can be read."""
-    UNREAD_DOCUMENT = "unread_document"
-    """The document lies behind the place where an archive cannot be read further; their number is estimated from bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +88,6 @@ class Part:
         return self.start == 0 and self.stop is None
 
 
-WHOLE = Part()
-"""The whole of an archive."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
     """One text."""
@@ -127,7 +99,7 @@ class Document:
 
 
 def read_documents(
-    uri: str, archive: Archive, *, text_field: str = "text", part: Part = WHOLE
+    uri: str, archive: Archive, *, text_field: str = "text", part: Part = Part()
 ) -> Iterator[Document | Problem]:
     """Stream the documents of an archive, or of a part of it, in stored order, together with the problems.
 
@@ -136,15 +108,13 @@ def read_documents(
     archive does, except that records of JSON lines are counted from the beginning of their part.
 
     Args:
-        uri: the URI that `archive` was listed from; it determines the filesystem, and the directory that keys are
-            relative to.
+        uri: the URI that `archive` was listed from, which keys are relative to.
         archive: one of `list_archives(uri)`.
         text_field: the field of a JSON record, or the column of a Parquet file, that holds the text.
         part: one of `list_parts(uri, [archive])`.
 
     Raises:
-        OSError: if the file cannot be opened, or reading from the filesystem fails. For Parquet a failed read is yielded as a
-            problem instead, because its reader does not distinguish it from corrupt bytes.
+        OSError: if the file cannot be opened, or reading from the filesystem fails; for Parquet, a failed read is a problem.
     """
     is_empty = True
     for item in _read_part(uri, archive, text_field, part):
@@ -171,7 +141,7 @@ def readable_documents(
 
 def report_empty(where: str) -> Problem:
     """Return the problem of an archive without any record."""
-    return Problem(kind=ProblemKind.EMPTY_ARCHIVE, where=where, detail="the archive holds no record")
+    return Problem(ProblemKind.EMPTY_ARCHIVE, where, "the archive holds no record")
 
 
 def _read_part(uri: str, archive: Archive, text_field: str, part: Part) -> Iterator[Document | Problem]:
@@ -182,32 +152,30 @@ def _read_part(uri: str, archive: Archive, text_field: str, part: Part) -> Itera
             yield from _read_parquet(native, name, text_field, part)
         return
     with open_for_reading(filesystem, archive.path, stop=part.stop) as file:
+        num_bytes = archive.num_bytes or 0  # Some filesystems do not report sizes.
+
+        def num_unread() -> int:
+            """Return how many bytes of the file were not read; 0 where it ends early."""
+            return max(0, num_bytes - file.tell())
+
         if archive.format is ArchiveFormat.PLAIN:
             yield _read_plain(file, f"{name}:0")
         elif archive.format is ArchiveFormat.TAR:
-            compression = None if part.start else _compression(file)
+            compression = None if part.start else compression_of(file.read(MAGIC_BYTES))
             file.seek(part.start)
-            stream: Readable = Decompressed(decompress(file, archive.num_bytes, compression)) if compression else file
-
-            def num_unread(end: int) -> int:
-                num_bytes = archive.num_bytes
-                return _num_unread(file, num_bytes) if compression else num_bytes_behind(end, num_bytes)
-
-            yield from _read_tar(stream, name, text_field, part, num_unread)
+            if compression:
+                stream = open_decompressed(file, num_bytes, compression)
+                yield from _read_tar(stream, name, text_field, part, lambda _: num_unread())
+            else:
+                behind = partial(num_bytes_behind, num_bytes=num_bytes)
+                yield from _read_tar(file, name, text_field, part, behind)
         elif archive.format is ArchiveFormat.JSONL:
             where = f"{name}@{part.start}" if part.start else name
-            chunks = read_line_range(file, part.start, archive.num_bytes if part.stop is None else part.stop)
+            chunks = read_line_range(file, part.start, num_bytes if part.stop is None else part.stop)
             yield from _read_lines(chunks, where, text_field, itertools.count(), lambda: 0)
         else:
-            chunks = decompress(file, archive.num_bytes, archive.format)
-            yield from _read_lines(
-                chunks, name, text_field, itertools.count(), partial(_num_unread, file, archive.num_bytes)
-            )
-
-
-def _num_unread(file: InputFile, num_bytes: int) -> int:
-    """Return how many bytes of a file were not read; 0 where it ends early."""
-    return max(0, (num_bytes or 0) - file.tell())  # Some filesystems do not report sizes.
+            chunks = decompress(file, num_bytes, archive.format)
+            yield from _read_lines(chunks, name, text_field, itertools.count(), num_unread)
 
 
 # ---- from a record to a document -------------------------------------------------------------------------------------
@@ -219,17 +187,17 @@ def _parse_line(line: bytes | None, where: str, text_field: str) -> Document | P
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        return Problem(kind=ProblemKind.INVALID_UTF8, where=where, detail=str(error))
+        return Problem(ProblemKind.INVALID_UTF8, where, str(error))
     except (ValueError, RecursionError) as error:  # RecursionError means that brackets are nested too deeply.
-        return Problem(kind=ProblemKind.INVALID_JSON, where=where, detail=str(error))
+        return Problem(ProblemKind.INVALID_JSON, where, str(error))
     if isinstance(record, str):
         return _check_text(record, where, "the record")
     if not isinstance(record, dict):
-        detail = f"the record is a {type(record).__name__}; expected an object or a string"
-        return Problem(kind=ProblemKind.MISSING_TEXT, where=where, detail=detail)
+        detail = f"the record is {name_type(record)}; expected an object or a string"
+        return Problem(ProblemKind.MISSING_TEXT, where, detail)
     if text_field not in record:
-        detail = f"no field {text_field!r}; the record has {_format_fields(record)}"
-        return Problem(kind=ProblemKind.MISSING_TEXT, where=where, detail=detail)
+        detail = f"no field {text_field!r}; the record has {format_fields(record)}"
+        return Problem(ProblemKind.MISSING_TEXT, where, detail)
     return _check_text(record[text_field], where, f"field {text_field!r}")
 
 
@@ -237,39 +205,31 @@ def _check_text(value: object, where: str, label: str) -> Document | Problem:
     if isinstance(value, list) and all(isinstance(part, str) for part in value):
         value = "\n\n".join(value)
     if not isinstance(value, str):
-        found = "null" if value is None else f"a {type(value).__name__}"
+        found = name_type(value)
         if isinstance(value, list):
             found = f"a list with a {next(type(part).__name__ for part in value if not isinstance(part, str))} in it"
-        detail = f"{label} is {found}; expected a string or a list of strings"
-        return Problem(kind=ProblemKind.MISSING_TEXT, where=where, detail=detail)
+        return Problem(ProblemKind.MISSING_TEXT, where, f"{label} is {found}; expected a string or a list of strings")
     if not value.strip():
-        return Problem(kind=ProblemKind.EMPTY_DOCUMENT, where=where, detail=f"{label} is empty or only whitespace")
+        return Problem(ProblemKind.EMPTY_DOCUMENT, where, f"{label} is empty or only whitespace")
     try:
         num_bytes = len(value.encode("utf-8"))
     except UnicodeEncodeError as error:  # JSON can encode half of a surrogate pair, which no tokenizer accepts.
-        return Problem(kind=ProblemKind.INVALID_UTF8, where=where, detail=str(error))
+        return Problem(ProblemKind.INVALID_UTF8, where, str(error))
     return _report_oversized(where) if num_bytes > MAX_RECORD_BYTES else Document(key=where, text=value)
 
 
-def _format_fields(names: Collection[str]) -> str:
-    """Format the first few field names of a record or a file for a message, truncating long names."""
-    shown = ", ".join(ascii(name[:_NUM_CHARACTERS_SHOWN]) for name in itertools.islice(names, _NUM_FIELDS_SHOWN))
-    return f"{shown}{', …' * (len(names) > _NUM_FIELDS_SHOWN)}" if names else "no fields"
-
-
 def _report_oversized(where: str) -> Problem:
-    detail = f"the record is longer than {MAX_RECORD_BYTES} bytes"
-    return Problem(kind=ProblemKind.OVERSIZED_RECORD, where=where, detail=detail)
+    return Problem(ProblemKind.OVERSIZED_RECORD, where, f"the record is longer than {MAX_RECORD_BYTES} bytes")
 
 
-def _read_plain(stream: Readable, where: str) -> Document | Problem:
+def _read_plain(stream: BinaryIO, where: str) -> Document | Problem:
     data = stream.read(MAX_RECORD_BYTES + 1)
     if len(data) > MAX_RECORD_BYTES:
         return _report_oversized(where)
     try:
         return _check_text(decode(data), where, "the file")
     except UnicodeDecodeError as error:
-        return Problem(kind=ProblemKind.INVALID_UTF8, where=where, detail=str(error))
+        return Problem(ProblemKind.INVALID_UTF8, where, str(error))
 
 
 # ---- JSON lines ------------------------------------------------------------------------------------------------------
@@ -286,14 +246,14 @@ def _read_lines(
 
 
 def _report_truncated(where: str, detail: str, num_unread: int) -> Problem:
-    return TruncatedArchive(kind=ProblemKind.TRUNCATED_ARCHIVE, where=where, detail=detail, num_bytes_unread=num_unread)
+    return Problem(ProblemKind.TRUNCATED_ARCHIVE, where, detail, num_bytes_unread=num_unread)
 
 
 # ---- tar -------------------------------------------------------------------------------------------------------------
 
 
 def _read_tar(
-    stream: Readable, name: str, text_field: str, part: Part, num_unread: Callable[[int], int]
+    stream: BinaryIO, name: str, text_field: str, part: Part, num_unread: Callable[[int], int]
 ) -> Iterator[Document | Problem]:
     """Read a tar; `num_unread` says how many stored bytes lie behind the end of a member."""
     # If a member's name occurs twice, the count of its records continues, so that keys stay unique.
@@ -312,7 +272,7 @@ def _read_tar(
             where, index = f"{name}/{info.name}", indices[info.name]
             if not info.isreg() or info.sparse is not None:
                 detail = "a link, a sparse file or a device, not a plain file"
-                yield Problem(kind=ProblemKind.IRREGULAR_MEMBER, where=where, detail=detail)
+                yield Problem(ProblemKind.IRREGULAR_MEMBER, where, detail)
                 continue
             chunks = decompress(member, info.size, member_format)
             yield from _read_lines(chunks, where, text_field, index, member.num_unread)
@@ -323,7 +283,7 @@ def _read_tar(
     else:
         if part.is_whole and not indices:
             detail = f"no member ends in one of {', '.join(MEMBER_SUFFIXES)}; {describe_names(others, num_others)}"
-            yield Problem(kind=ProblemKind.EMPTY_ARCHIVE, where=name, detail=detail)
+            yield Problem(ProblemKind.EMPTY_ARCHIVE, name, detail)
 
 
 # ---- Parquet ---------------------------------------------------------------------------------------------------------
@@ -335,11 +295,11 @@ def _read_parquet(file: pa.NativeFile, name: str, text_field: str, part: Part) -
         table = pq.ParquetFile(file, buffer_size=2**20, pre_buffer=False)
         columns = table.schema_arrow.names
     except _PARQUET_ERRORS as error:
-        yield Problem(kind=ProblemKind.UNREADABLE_ARCHIVE, where=name, detail=f"corrupt parquet: {error}")
+        yield Problem(ProblemKind.UNREADABLE_ARCHIVE, name, f"corrupt parquet: {error}")
         return
     if text_field not in columns:
-        detail = f"no column {text_field!r}; the file has {_format_fields(columns)}"
-        yield Problem(kind=ProblemKind.UNREADABLE_ARCHIVE, where=name, detail=detail)
+        detail = f"no column {text_field!r}; the file has {format_fields(columns)}"
+        yield Problem(ProblemKind.UNREADABLE_ARCHIVE, name, detail)
         return
     groups = range(part.start, table.num_row_groups if part.stop is None else part.stop)
     first = sum(table.metadata.row_group(group).num_rows for group in range(part.start))
@@ -360,7 +320,7 @@ def _read_parquet(file: pa.NativeFile, name: str, text_field: str, part: Part) -
     except _PARQUET_ERRORS as error:
         num_lost = last - number - 1
         detail = f"corrupt parquet, {num_lost} rows of which cannot be read: {error}"
-        yield Problem(kind=ProblemKind.TRUNCATED_ARCHIVE, where=name, detail=detail, count=max(1, num_lost))
+        yield Problem(ProblemKind.TRUNCATED_ARCHIVE, name, detail, count=max(1, num_lost))
 
 
 def _read_value(value: pa.Scalar, where: str, text_field: str) -> Document | Problem:
@@ -369,7 +329,7 @@ def _read_value(value: pa.Scalar, where: str, text_field: str) -> Document | Pro
         if isinstance(text, bytes):
             text = text.decode("utf-8")
     except UnicodeDecodeError as error:
-        return Problem(kind=ProblemKind.INVALID_UTF8, where=where, detail=str(error))
+        return Problem(ProblemKind.INVALID_UTF8, where, str(error))
     return _check_text(text, where, f"column {text_field!r}")
 
 
@@ -385,7 +345,7 @@ def _check_row_group(group: pq.RowGroupMetaData, text_field: str, where: str) ->
         f"the {group.num_rows} values of a row group take {num_bytes / 2**20:,.0f} MiB when decompressed, of "
         f"{num_stored:,} bytes that are stored; the limit is {_MAX_PARQUET_RATIO} times as much"
     )
-    return Problem(kind=ProblemKind.OVERSIZED_RECORD, where=where, detail=detail, count=max(1, group.num_rows))
+    return Problem(ProblemKind.OVERSIZED_RECORD, where, detail, count=max(1, group.num_rows))
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
@@ -415,11 +375,6 @@ def _divide(filesystem: fs.FileSystem, part_bytes: int, archive: Archive) -> lis
     return [Part(start=start, stop=stop) for start, stop in zip(starts, [*starts[1:], None], strict=True)]
 
 
-def _compression(file: InputFile) -> ArchiveFormat | None:
-    """Return how a tar is compressed as a whole, by its first bytes, or None if it is not."""
-    return compression_of(file.read(MAGIC_BYTES))
-
-
 def _divide_tar(filesystem: fs.FileSystem, part_bytes: int, archive: Archive) -> list[int]:
     """Return where the headers lie that parts begin with; the first one is 0.
 
@@ -428,12 +383,11 @@ def _divide_tar(filesystem: fs.FileSystem, part_bytes: int, archive: Archive) ->
     """
     names = Counter[str]()
     starts = [0]
-    with filesystem.open_input_file(archive.path) as file:
-        if _compression(file):
+    with io.BufferedReader(filesystem.open_input_file(archive.path), _HEADER_BYTES) as file:
+        if compression_of(file.read(MAGIC_BYTES)):
             return [0]
-        file.seek(0)
         with suppress(tarfile.TarError):  # Reading the last part reports the damage.
-            for info, _ in tar_members(file, buffer_bytes=_HEADER_BYTES):
+            for info, _ in tar_members(file):
                 if info.pax_headers:
                     return [0]
                 names[info.name] += 1

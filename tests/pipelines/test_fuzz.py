@@ -34,7 +34,6 @@ from pipelines.images.captions import CaptionFile
 from pipelines.images.decoding import ImageError, check_image
 from pipelines.images.views import AugmentationConfig, evaluation_view, training_view
 from pipelines.problems import Problem
-from pipelines.sentences.senteval import read_judgements, read_labelled, read_task
 from pipelines.text.reading import read_documents
 
 SEED = 20_240_404
@@ -45,7 +44,6 @@ SECONDS_PER_CASE = 20
 
 TEXTS = [f"document {number}: all work and no play \u2603 " * (number + 1) for number in range(12)]
 LINES = b"".join(json.dumps({"text": text, "meta": {"n": [1.5, None]}}).encode() + b"\n" for text in TEXTS)
-SENTENCES = "".join(f"{number % 3}\ta sentence of {number} words caf\u00e9\tand another\n" for number in range(40))
 
 
 def image(form: str) -> bytes:
@@ -67,12 +65,6 @@ IMAGE_MEMBERS = {
     for number, (directory, form) in enumerate([("", "jpeg"), (LONG, "png"), ("\u2603", "webp")])
     for suffix, data in {form: image(form), "txt": b"a caption", "json": b'{"caption": ["one", "two"]}'}.items()
 }
-SPLIT = [{"filename": f"{number}.jpg", "split": "test", "sentences": [{"raw": "one"}]} for number in range(4)]
-CAPTIONS = {
-    "listed": [{"image": f"{number}.jpg", "caption": ["one", "two"]} for number in range(4)],
-    "karpathy": {"images": SPLIT},
-}
-
 
 # ---- readers ---------------------------------------------------------------------------------------------------------
 
@@ -93,21 +85,6 @@ def read_directory(path: Path) -> Counter[str]:
     path.rename(folder / "0.jpg")
     (folder / "1.jpg").write_bytes(image("jpeg"))
     return read_images(folder, CaptionFile(captions={"0.jpg": ("one",), "1.jpg": ("two",)}))
-
-
-def read_captions(path: Path) -> Counter[str]:
-    file = CaptionFile.load(str(path))
-    file.find("x/0.jpg")
-    assert all(isinstance(text, str) for name, texts in file.captions.items() for text in (name, *texts))
-    return Counter(read=len(file.captions))
-
-
-def read_sst(path: Path) -> Counter[str]:
-    folder = path.with_suffix("") / "SST" / "binary"
-    folder.mkdir(parents=True)
-    for part in ("train", "dev", "test"):
-        (folder / f"sentiment-{part}").write_bytes(path.read_bytes() if part == "train" else b"one\t0\ntwo\t1\n")
-    return Counter(read_task(path.with_suffix(""), "SST2").problems)
 
 
 def counted(items: Iterable[Any]) -> Counter[str]:
@@ -150,17 +127,8 @@ CASES: list[tuple[str, bytes, Reader]] = [
     ("i-pax.tar", tar(IMAGE_MEMBERS, format=tarfile.PAX_FORMAT), read_images),
     ("i-gnu.tar", tar(IMAGE_MEMBERS, format=tarfile.GNU_FORMAT), read_images),
     *[(f"{form}.jpg", image(form), read_directory) for form in ("jpeg", "png", "webp", "gif", "bmp")],
-    *[(f"{name}.json", json.dumps(content).encode(), read_captions) for name, content in CAPTIONS.items()],
-    ("labelled.txt", SENTENCES.encode(), lambda path: Counter(read_labelled(path).problems)),
-    ("judgements.txt", SENTENCES.encode(), lambda path: Counter(read_judgements(path, "a").problems)),
-    ("sst.txt", b"".join(b"sentence %d\t%d\n" % (number, number % 2) for number in range(40)), read_sst),
 ]
 
-
-WORDS = np.array(
-    [b"5", b"-1", b"null", b"[1]", b'"\\ud83d"', b"{}", b'""', b"9" * 5000, b"1e999", b"[" * 5000, b'"text"', b"NaN"],
-    dtype=object,
-)
 
 # ---- mutations -------------------------------------------------------------------------------------------------------
 
@@ -171,7 +139,7 @@ def mutated(data: bytes, rng: np.random.Generator) -> bytes:
         start = int(rng.integers(len(data) + 1))
         stop = start + int(rng.choice([1, 8, 512, max(len(data) // 3, 1)]))
         noise = rng.choice([rng.bytes(8), b"\0" * 8, b"\xff" * 8, b"9" * 64, b'{"[' * 9, rng.bytes(512)])
-        match rng.integers(9):
+        match rng.integers(7):
             case 0:
                 data = data[:start] + noise + data[start + len(noise) :]
             case 1:
@@ -188,28 +156,7 @@ def mutated(data: bytes, rng: np.random.Generator) -> bytes:
             case 6:
                 other = CASES[rng.integers(len(CASES))][1]
                 data = other[: stop - start] + data[stop - start :]
-            case 7:
-                words = list(re.finditer(rb'"[^"]*"|[0-9]+', data)) or [re.match(b"", data)]
-                word = words[rng.integers(len(words))]
-                data = data[: word.start()] + bytes(rng.choice(WORDS)) + data[word.end() :]
-            case 8:
-                data = with_changed_header(data, start // 512 * 512, rng)
     return data
-
-
-def with_changed_header(data: bytes, at: int, rng: np.random.Generator) -> bytes:
-    """Give a block of a tar another type, size or name, and the correct checksum of a header."""
-    block = bytearray(data[at : at + 512].ljust(512, b"\0"))
-    block[156:157] = rng.choice(list(b"0\0LKxgS12567XV")).item().to_bytes()
-    size = int(rng.choice([0, 5, 600, 70_000, 2**33 - 1]))
-    sizes = [b"%011o\0" % size, b"\xff" * 12, b"\x80" + b"\0" * 3 + b"\x7f" * 8]
-    if rng.random() < 0.5:
-        block[124:136] = sizes[rng.integers(len(sizes))]
-    if rng.random() < 0.3:
-        block[int(rng.integers(512))] = int(rng.integers(256))
-    block[148:156] = b" " * 8
-    block[148:156] = b"%06o\0 " % sum(block)
-    return data[:at] + bytes(block) + data[at + 512 :]
 
 
 def run_cases(directory: Path, first: int, end: int) -> None:
@@ -225,13 +172,7 @@ def run_cases(directory: Path, first: int, end: int) -> None:
         path.write_bytes(damaged)
         print(f"case {number} {name}", flush=True)
         signal.alarm(SECONDS_PER_CASE)
-        try:
-            counts |= Counter(dict.fromkeys(read(path), 1))
-        except ValueError as error:
-            # `caption_files` and `senteval` refuse a file, and say which; archives are read whatever they hold.
-            if read in (read_text, read_images, read_directory) or not re.search(r"\d+-\w+\.|SST2", str(error)):
-                raise
-            counts["refused"] += 1
+        counts |= Counter(dict.fromkeys(read(path), 1))
         signal.alarm(0)
         peak = int(re.findall(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
         assert peak < MAX_MEMORY_BYTES, f"{peak} bytes"
@@ -250,7 +191,7 @@ def test_a_reader_survives_damage(tmp_path: Path, first: int, end: int) -> None:
     last = process.stdout.splitlines()[-1:]
     assert process.returncode == 0, f"exit status {process.returncode} at {last}\n{process.stderr[-4000:]}"
     kinds = json.loads(last[0])["kinds"]
-    assert {"read", "refused", "truncated_archive", "unreadable_archive", "invalid_json"} <= set(kinds)
+    assert {"read", "truncated_archive", "unreadable_archive", "invalid_json"} <= set(kinds)
 
 
 if __name__ == "__main__":

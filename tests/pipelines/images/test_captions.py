@@ -18,7 +18,7 @@ from pipelines.images.archives import ImageSample, list_image_archives, read_sam
 from pipelines.images.captions import RANDOM_WORD, CaptionEncoder, CaptionFile, CaptionNoise
 from pipelines.images.temperature_table import read_numbers
 from pipelines.problems import Problem
-from pipelines.text.tokenization import load_tokenizer, train_bpe
+from pipelines.text.tokenization import train_bpe
 
 
 def captions(tmp_path: Path, content: object, *splits: str) -> CaptionFile:
@@ -168,14 +168,6 @@ def test_a_tokenizer_without_padding_pads_under_the_mask() -> None:
     assert encoded["attention_mask"][0].tolist() == [1] * num_tokens + [0] * (30 - num_tokens)
     assert encoded["input_ids"].max() < len(tokenizer)
     assert CaptionEncoder(tokenizer=tokenizer).encode([])["input_ids"].shape == (0, 30)
-
-
-def test_a_tokenizer_without_an_end_of_text_is_loaded_for_captions_only(tmp_path: Path) -> None:
-    bert_like().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="no end-of-text token"):
-        load_tokenizer(str(tmp_path))
-    encoder = CaptionEncoder(tokenizer=load_tokenizer(str(tmp_path), needs_eos=False), num_text_tokens=6)
-    assert encoder.encode(["w1 w2"])["input_ids"].tolist() == [[2, 5, 6, 3, 0, 0]]
 
 
 # ---- noise -----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
-import tarfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,6 @@ from pipelines.images.prepare import PrepareImagesConfig, prepare_images
 from pipelines.images.temperature_table import read_temperatures, table_schema
 from pipelines.images.views import AugmentationConfig, evaluation_view
 from pipelines.plan import StreamPlan
-from pipelines.problems import TooManyProblemsError, check_problems
 from pipelines.stream import RankStream
 from pipelines.text.tokenization import train_bpe
 
@@ -77,8 +75,7 @@ def test_pairs_and_images_are_numbered_densely_and_bad_ones_counted(manifest: Im
     images = np.concatenate([read_index(manifest, number).column("image").to_numpy() for number in range(3)])
     assert images.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 7, 8]
     texts, numbers = source(manifest).captions()
-    assert texts[:2] == ["one two three 0", "four five six 0"]
-    assert texts[-1] == "number 2"
+    assert [*texts[:2], texts[-1]] == ["one two three 0", "four five six 0", "number 2"]
     assert numbers.tolist() == images.tolist()
 
 
@@ -91,35 +88,6 @@ def test_the_share_of_captions_that_are_cut_is_that_of_all_or_of_a_spread_sample
     few = [*lengths[:2], *lengths[12:14]]
     shortest = source(manifest, num_text_tokens=min(few))
     assert shortest.share_of_captions_cut(max_captions=4, max_shards=2) == sum(n > min(few) for n in few) / 4
-
-
-@pytest.mark.parametrize(("num_whole", "cut_share"), [(0, 0.5), (2, 0.9), (2, 0.02), (0, 0.0)])
-def test_the_rest_of_a_tar_that_is_cut_or_broken_is_estimated_from_bytes(
-    num_whole: int, cut_share: float, tmp_path: Path
-) -> None:
-    (tmp_path / "data").mkdir()
-    images = [jpeg(n) for n in range(200)]
-    for number in range(num_whole + 1):
-        samples = [(f"{number}-{n}", image, [f"text {n}"]) for n, image in enumerate(images)]
-        write_tar(tmp_path / "data" / f"{number}.tar", samples)
-    path = tmp_path / "data" / "0.tar"
-    stored = bytearray(path.read_bytes())
-    if cut_share:
-        del stored[int(cut_share * len(stored)) :]
-    else:
-        with tarfile.open(path) as file:
-            broken = file.getmember("0-60.jpg").offset
-        stored[broken : broken + 512] = b"\xff" * 512
-    path.write_bytes(stored)
-    manifest = prepare(tmp_path / "data", tmp_path / "prepared")
-    lost = 200 - manifest.shards[0].num_images
-    assert cut_share or lost == 140
-    assert abs(sum(manifest.problems.values()) - lost) <= 5
-    assert manifest.problems["truncated_archive"] == 1
-    total = 200 * (num_whole + 1)
-    with pytest.raises(TooManyProblemsError, match=r"records of data are unreadable .*unread_sample"):
-        check_problems("data", manifest.readings, 0.9 * lost / total)
-    check_problems("data", manifest.readings, 1.1 * lost / total + 0.01)
 
 
 def test_digests_speak_of_content_and_order_only(manifest: ImageManifest, tmp_path: Path) -> None:
@@ -147,22 +115,14 @@ def test_several_views_begin_with_the_only_one_and_need_no_tokenizer(manifest: I
 
 def test_a_batch_holds_what_the_contract_says(manifest: ImageManifest) -> None:
     batch = everything(source(manifest))
-    assert {name: (value.shape, value.dtype.name) for name, value in batch.items()} == {
-        "images": ((15, 16, 16, 3), "uint8"),
-        "input_ids": ((15, 30), "int64"),
-        "attention_mask": ((15, 30), "int64"),
-        "ids": ((15,), "int64"),
-        "image_ids": ((15,), "int64"),
-        "is_noisy": ((15,), "bool"),
-        "digest": ((15,), "int64"),
-    }
+    shapes = {"images": (15, 16, 16, 3), "input_ids": (15, 30), "attention_mask": (15, 30)}
+    assert {name: value.shape for name, value in batch.items() if value.ndim > 1} == shapes
     assert batch["ids"].tolist() == list(range(15))
     assert batch["image_ids"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 7, 8]
     assert not batch["is_noisy"].any()
     assert TOKENIZER.decode(batch["input_ids"][14][batch["attention_mask"][14] == 1]) == "number 2"
     assert len(set(batch["digest"].tolist())) == 15
-    assert (batch["digest"] >= 0).all()
-    assert (batch["digest"] < 2**48).all()
+    assert 0 <= batch["digest"].min() <= batch["digest"].max() < 2**48
 
 
 def test_what_is_read_is_a_function_of_seed_epoch_and_pair(manifest: ImageManifest) -> None:

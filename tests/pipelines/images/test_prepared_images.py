@@ -111,15 +111,6 @@ def test_keys_are_unique_within_an_archive_and_of_images_with_a_file_of_captions
     assert manifest.problems == {"duplicated_key": 1, "invalid_record": 2}
 
 
-def test_a_tar_that_is_larger_than_the_others_and_cut_has_lost_something(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    large = shard(range(40))
-    (tmp_path / "data" / "0.tar").write_bytes(large[: large.rindex(b"000000039.txt")])
-    for number in (1, 2):
-        (tmp_path / "data" / f"{number}.tar").write_bytes(shard(range(10)))
-    assert prepare(tmp_path / "data", tmp_path).problems == {"truncated_archive": 1, "unread_sample": 1}
-
-
 def test_an_archive_that_is_written_again_while_it_is_read_is_refused(shards: Path, tmp_path: Path) -> None:
     config = PrepareImagesConfig(source=str(shards / "00000.tar"))
     task = IndexTask(config=config, archives=check_source(config)[0], directory=str(tmp_path))

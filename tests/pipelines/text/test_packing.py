@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import numpy as np
 import pyarrow as pa
@@ -104,12 +104,6 @@ def test_no_documents_make_no_blocks() -> None:
     assert list(config(4).rows([])) == []
     with pytest.raises(ValueError, match=r"^context_length = 1 must be at least 2 tokens"):
         config(1)
-
-
-def test_only_a_layout_of_all_documents_says_that_all_are_stored() -> None:
-    assert config(4).describe(2, 9) == "all in 2 blocks of 4"
-    held_out = replace(windows(4, 2), documents="held_out")
-    assert held_out.describe(2, 9) == "a fifth in 2 blocks of 4, uncut up to that length"
 
 
 # ---- keys of rows ----------------------------------------------------------------------------------------------------

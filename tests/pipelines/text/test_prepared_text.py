@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import lzma
 import os
 from collections import Counter
 from functools import partial
@@ -169,10 +168,10 @@ def compress(data: bytes, suffix: str) -> bytes:
     if suffix == "tar":
         lines = data.splitlines(keepends=True)
         return tar({f"{at}.jsonl": b"".join(lines[at : at + 10]) for at in range(0, len(lines), 10)})
-    return {"gz": gzip.compress, "xz": lzma.compress, "zst": zstandard.ZstdCompressor().compress}[suffix](data)
+    return gzip.compress(data)
 
 
-@pytest.mark.parametrize("suffix", ["gz", "xz", "zst", "tar"])
+@pytest.mark.parametrize("suffix", ["gz", "tar"])
 @pytest.mark.parametrize("is_alone", [False, True], ids=["beside whole ones", "alone"])
 def test_what_a_cut_archive_has_lost_is_estimated_and_listed(
     corpus: Path, tmp_path: Path, suffix: str, is_alone: bool
