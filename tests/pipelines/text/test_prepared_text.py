@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -113,18 +112,6 @@ def test_preparing_again_is_free_and_an_interrupted_one_goes_on(corpus: Path, tm
     assert prepare(corpus / "train", corpus, tmp_path) == first
     changed = {path.name for path in directory.iterdir() if times[path.name] != path.stat().st_mtime_ns}
     assert changed == {"manifest.json", f"{part}.json", f"{part}-00000.arrow", f"{part}.losses.jsonl"}
-
-
-def test_a_shard_that_another_run_prepares_too_stays_whole_for_whoever_has_mapped_it(
-    corpus: Path, tmp_path: Path
-) -> None:
-    directory = Path(prepare(corpus / "train", corpus, tmp_path).directory)
-    (directory / "manifest.json").unlink()
-    (directory / "part-00000-00000.json").unlink()
-    with (directory / "part-00000-00000-00000.arrow").open("rb") as mapped:
-        prepare(corpus / "train", corpus, tmp_path)
-        assert not os.path.samestat(os.fstat(mapped.fileno()), Path(mapped.name).stat())
-        assert mapped.read() == Path(mapped.name).read_bytes()
 
 
 BAD = {
