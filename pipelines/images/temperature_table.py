@@ -121,7 +121,12 @@ def read_numbers(uri: str, archives: Sequence[ImageArchive], field: str) -> Iter
                     own.add(key)
                 if suffix.lower() != "json" or not info.isreg() or info.size > MAX_CAPTION_BYTES:
                     continue
-                record = _parse(member.read(info.size))
+                try:
+                    record = json.loads(member.read(info.size))
+                except (ValueError, RecursionError):
+                    continue
+                if not isinstance(record, dict):
+                    continue
                 if _is_number(value := record.get(field)):
                     is_found = True
                     own.add(key)
@@ -137,13 +142,6 @@ def read_numbers(uri: str, archives: Sequence[ImageArchive], field: str) -> Iter
             f"label = {field}: no .json in {uri} has a number in this field"
             + (f"; fields with numbers are {', '.join(sorted(others))}" if others else "")
         )
-
-
-def _parse(data: bytes) -> dict[str, object]:
-    with suppress(ValueError, RecursionError):
-        if isinstance(record := json.loads(data), dict):
-            return record
-    return {}
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:

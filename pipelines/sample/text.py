@@ -13,7 +13,7 @@ import os
 import re
 import sysconfig
 import tarfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,15 +82,10 @@ def collect_prose(
             raw = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             continue  # A file that is unreadable or not in UTF-8 is skipped, as there are enough others.
-        raw_texts: Iterable[str]
-        if path.suffix == ".py":
-            raw_texts = extract_docstrings(raw)
-        elif path.name == "METADATA":
-            raw_texts = [raw.partition("\n\n")[2]]  # The long description follows the headers.
-        else:
-            raw_texts = [raw]
+        # The long description of a package follows the headers.
+        prose = raw.partition("\n\n")[2] if path.name == "METADATA" else raw
         paragraphs = []
-        for raw_text in raw_texts:
+        for raw_text in extract_docstrings(raw) if path.suffix == ".py" else [prose]:
             for paragraph in extract_paragraphs(raw_text):
                 # All whitespace is already reduced to single spaces, so only the case is left to normalise.
                 digest = hashlib.blake2b(paragraph.lower().encode(), digest_size=16).digest()
