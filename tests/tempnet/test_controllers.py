@@ -91,12 +91,12 @@ def test_the_goal_rises_to_the_target_and_what_follows_it_leaves_the_weight_alon
 
 
 def test_the_weight_stays_within_its_bounds_and_comes_back_at_once() -> None:
-    controller = KLController(1.0, target=1.0, bounds=(0.5, 2.0))
-    for _ in range(200):
+    controller = KLController(1.0, target=1.0)
+    for _ in range(1000):
         controller.update(100.0)
-    assert controller.weight == pytest.approx(2.0)
-    assert controller.update(0.9) < 2.0
-    assert all(controller.update(0.0) >= 0.5 for _ in range(200))
+    assert controller.weight == pytest.approx(1e4)
+    assert controller.update(0.9) < 1e4
+    assert all(controller.update(0.0) >= 1e-4 for _ in range(1000))
 
 
 def test_the_divergence_of_success_is_that_of_the_base_given_success() -> None:
@@ -114,13 +114,11 @@ def test_the_divergence_of_success_is_that_of_the_base_given_success() -> None:
         (rho_controller, {"rho": 8.0}, r"rho = 8 is outside \[0, 7\.62"),
         (rho_controller, {"target": 0.0}, "target = 0 must be positive"),
         (rho_controller, {"gain": -1.0}, "gain = -1 must be positive"),
-        (rho_controller, {"reset_steps": 0.0}, "reset_steps = 0 must be positive"),
-        (rho_controller, {"smoothing": 1.0}, r"smoothing = 1 must lie in \[0, 1\)"),
         (KLController, {"target": 0.0}, "target = 0 must be positive"),
         (KLController, {"gain": -1.0}, "gain = -1 must not be negative"),
         (KLController, {"ramp_steps": -1.0}, "ramp_steps = -1 must not be negative"),
         (KLController, {"reset_steps": math.inf}, "reset_steps = inf must be positive and finite"),
-        (KLController, {"bounds": (1.5, 2.0)}, r"weight = 1 must lie in \[1.5, 2\]"),
+        (KLController, {"weight": 2e4}, r"weight = 20000 must lie in \[0.0001, 10000\]"),
     ],
 )
 def test_wrong_settings_are_refused(make: Any, changes: dict[str, Any], message: str) -> None:
