@@ -258,7 +258,7 @@ def report(world: World, rows: Tensor, network: TempNet) -> dict[str, float]:
     profiles, documents = world.part(rows).profiles, world.documents[rows]
     sums = DocumentSums(int(world.documents.max()) + 1)
     sums.add_profiles(profiles, documents)
-    sums.add_losses("own", documents, profiles.cross_entropy(-tau.log()))
+    sums.add("own", profiles, documents, -tau.log())
     best = math.exp(-sums.profiles.best_constant())
     figures = compare_sums(
         sums.losses["own"], sums.at_constant, sums.counts, best_constant=best, mean=tau.mean().item(), tau=tau

@@ -3,12 +3,11 @@
     best constant   argmin over a range of the mean loss. It is fitted to the rows that it is evaluated on, which is an
                     advantage over the prediction of about half a nat in total.
     MeanShift       the mean of the predicted temperatures. It has the same level as the predictions but no spread.
-    shuffled        the predicted temperatures given to random rows: the mean over all orders, that is, the mean over the
-                    distribution of τ of the mean loss at a constant τ. Same level, same spread, no knowledge.
+    shuffled        the predicted temperatures given to random rows: the mean over the distribution of τ of the mean loss at
+                    a constant τ. Same level, same spread, no knowledge.
 
 Predictions that beat MeanShift but not the best constant have the wrong level. Predictions that beat neither contain
-nothing that a single number could not express. All of it needs sums over independent groups of rows only, so that the rows
-may be spread over processes.
+nothing that a single number could not express. All of it needs sums over independent groups of rows only.
 
 Shapes: (...) rows of any layout, such as tokens (N,), or both members of B pairs (2, B); G groups.
 """
@@ -100,12 +99,14 @@ def compare_with_constants(
 
 def find_best_constant(mean_loss: Callable[[float], float], tau_min: float, tau_max: float) -> float:
     """Return the constant τ in [τ₀, τ_max] with the least mean loss, which has a single minimum."""
+    low, high = math.log(tau_min), math.log(tau_max)
+    return math.exp(minimise(lambda log_tau: mean_loss(math.exp(log_tau)), low, high, tolerance=_TOLERANCE))
+
+
+def minimise(loss: Callable[[float], float], low: float, high: float, *, tolerance: float) -> float:
+    """Return where in [low, high] a function with a single minimum is least."""
     from scipy.optimize import minimize_scalar  # takes a third of a second, which a worker needs once, at its end
 
-    def loss(log_tau: float) -> float:
-        return mean_loss(math.exp(log_tau))
-
-    bounds = math.log(tau_min), math.log(tau_max)
-    inside = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": _TOLERANCE}).x
+    inside = minimize_scalar(loss, bounds=(low, high), method="bounded", options={"xatol": tolerance}).x
     # The bounded search never evaluates the ends of the interval, so they are compared here.
-    return math.exp(min((*bounds, float(inside)), key=loss))
+    return min((low, high, float(inside)), key=loss)

@@ -1,13 +1,11 @@
 """Choose ρ and τ_max without a sweep (docs/method.md, "Choosing ρ for a frozen model").
 
 ρ: With a frozen base model, the mean of the optimal temperature τ*(ρ) over a sample of contexts decreases in ρ, and
-the mean temperature of a trained TempNet comes close to it. The ρ that gives a desired mean τ* can therefore be found
-by root finding, before anything is trained.
+the mean temperature of a trained TempNet comes close to it. The ρ for a desired mean τ* is therefore found by root finding.
 
 τ_max at inference: τ = (τ_max − τ₀)·σ(s) + τ₀ is linear in τ_max, so for given contexts the τ_max that gives a
 desired mean τ is exact. *Generated* contexts change with τ, so for them the step is repeated with newly generated
-texts, and the values σ(s) of all rounds but the first are pooled until the standard error of their mean is small
-enough.
+texts, and the σ(s) of all rounds but the first are pooled until the standard error of their mean is small enough.
 
 Shapes: N contexts (rows), V effective vocabulary.
 """
@@ -26,7 +24,8 @@ from tempnet.network_config import TempNetConfig
 from tempnet.oracle import Rows, TemperatureCurve, oracle_moments
 
 # Values of ρ as fractions of log V. The ends are left out: 1 is infeasible, and 0 puts every τ* at τ_max.
-DEFAULT_SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+_SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+_TOLERANCE = 1e-3
 _MAX_PASSES = 24
 
 
@@ -59,28 +58,18 @@ def calibrate_rho(
     tau: float,
     tau_min: float = 0.001,
     tau_max: float = 2.0,
-    shares: Sequence[float] = DEFAULT_SHARES,
-    tolerance: float = 1e-3,
 ) -> Calibration:
-    """Find the ρ at which the mean τ* over the sample is `tau`, up to `tolerance`.
+    """Find the ρ at which the mean τ* over the sample is `tau`, up to 1e-3, for τ* in [τ₀, τ_max].
 
-    The curve of mean temperatures at `shares`, ascending fractions of log V, gives a bracket. Inside it, the root is found by
-    Brent's method, since the mean is continuous and decreasing in ρ. τ* lies in [τ₀, τ_max].
-
-    Raises:
-        CalibrationError: if `tau` is outside the range of means that the curve covers.
+    The curve of mean temperatures at some shares of log V gives a bracket, in which Brent's method finds the root. A `tau`
+    outside the range of means that the curve covers raises CalibrationError.
     """
     from scipy.optimize import brentq  # takes a third of a second, which only a calibration needs
 
     log_v = math.log(vocab_size)
-    rhos = [share * log_v for share in shares]
+    rhos = [share * log_v for share in _SHARES]
     means, stds, num_contexts = oracle_moments(rows, rhos, tau_min, tau_max)
-    curve = TemperatureCurve(
-        rho=tuple(rhos),
-        target_entropy=tuple(log_v - rho for rho in rhos),
-        tau_mean=tuple(means),
-        tau_std=tuple(stds),
-    )
+    curve = TemperatureCurve.of(log_v, rhos, means, stds)
     if not means[-1] < tau < means[0]:
         raise CalibrationError(
             f"no rho brings the mean temperature of this model to {tau:g}: over the sample it goes from {means[0]:.3f} at "
@@ -93,7 +82,7 @@ def calibrate_rho(
             [mean], [std], _ = oracle_moments(rows, [rho], tau_min, tau_max)
             known[rho] = mean, std
         difference = known[rho][0] - tau
-        return 0.0 if abs(difference) <= tolerance else difference
+        return 0.0 if abs(difference) <= _TOLERANCE else difference
 
     above = max(index for index, mean in enumerate(means) if mean > tau)
     rho = brentq(error, rhos[above], rhos[above + 1], maxiter=_MAX_PASSES, disp=False)
@@ -114,10 +103,7 @@ class Share:
 
     @classmethod
     def of(cls, texts: Sequence[Tensor]) -> Share:
-        """Estimate mean and standard error from the σ of the tokens of each text.
-
-        The mean is a ratio of sums over texts, and its standard error comes from the residuals of the texts.
-        """
+        """Estimate both from the σ of the tokens of each text: a ratio of sums over texts, and the residuals of the texts."""
         sums = torch.tensor([[text.double().sum().item(), len(text)] for text in texts], dtype=torch.float64)
         mean, error, _ = ratio_error(sums[:, 0], sums[:, 1])
         return cls(mean=mean, standard_error=math.inf if math.isnan(error) else error)
@@ -132,8 +118,7 @@ def share_of_range(tau: Tensor, config: TempNetConfig) -> Tensor:
 def tau_max_for_mean(config: TempNetConfig, mean_share: float, *, wanted: float) -> float:
     """Return the τ_max at which contexts of mean σ have the mean temperature `wanted`: τ₀ + (wanted − τ₀)/σ.
 
-    Raises:
-        CalibrationError: if `wanted` is not above τ₀.
+    A wanted mean that is not above τ₀ raises CalibrationError.
     """
     if not wanted > config.tau_min:
         raise CalibrationError(f"a mean temperature of {wanted:g} is not above tau_min = {config.tau_min:g}")

@@ -37,16 +37,15 @@ def optimal_temperature(
     Args:
         logits: (..., K) logits; −inf for entries that are not contrasts.
         rho: radius ρ of the KL ball in nats, 0 ≤ ρ < log K for every row.
-        tau_min: τ₀ > 0.
-        tau_max: τ_max > τ₀.
+        tau_min, tau_max: 0 < τ₀ < τ_max.
         tolerance: residual |H(p) − log K + ρ| in nats at which a row counts as solved.
 
     Returns:
         (...,) in float32, or float64 for float64 logits.
 
     Raises:
-        ValueError: if ρ is infeasible, if [τ₀, τ_max] is not an interval of positive temperatures, or if a row
-            contains NaN, +inf or nothing but −inf; the message names the row.
+        ValueError: if ρ is infeasible, [τ₀, τ_max] is no interval of positive temperatures, or a row contains NaN, +inf or
+            nothing but −inf; the message names the row.
     """
     num_contrasts = logits.shape[-1]
     check_rho(rho, num_contrasts)
@@ -82,6 +81,12 @@ class TemperatureCurve:
     tau_std: tuple[float, ...]
     """Standard deviation of τ* over the rows, for every ρ."""
 
+    @classmethod
+    def of(cls, log_k: float, rhos: Sequence[float], means: Sequence[float], stds: Sequence[float]) -> TemperatureCurve:
+        """Return the curve of these figures for every ρ, with log K."""
+        entropies = tuple(log_k - rho for rho in rhos)
+        return cls(rho=tuple(rhos), target_entropy=entropies, tau_mean=tuple(means), tau_std=tuple(stds))
+
 
 def temperature_curve(
     logits: Tensor, rhos: Sequence[float], tau_min: float = 0.001, tau_max: float = 2.0
@@ -93,12 +98,7 @@ def temperature_curve(
     """
     log_k = log_num_contrasts(logits, torch.float64).mean().item()
     means, deviations, _ = oracle_moments(lambda: [logits], rhos, tau_min, tau_max)
-    return TemperatureCurve(
-        rho=tuple(rhos),
-        target_entropy=tuple(log_k - rho for rho in rhos),
-        tau_mean=tuple(means),
-        tau_std=tuple(deviations),
-    )
+    return TemperatureCurve.of(log_k, rhos, means, deviations)
 
 
 def oracle_moments(

@@ -10,10 +10,9 @@ calibrated in this direction. From there, a few steps minimise the cross-entropy
 logits (entropy, largest log-probability, margin, log Var_p[L], largest logit, and their products), the hidden state with
 random features of it, or both.
 
-"Token" and "document" are said throughout because language models came first. Nothing depends on it: a token is a prediction
-among candidates, and a document is a group of predictions that may depend on each other. For an image–text model they are a
-pair, whose image is a query with captions as candidates or the other way round, and an image with all its pairs. Logits
-are then divided by a temperature τ₀ beforehand, so that τ = 1 stands for τ₀.
+A token is a prediction among candidates, and a document is a group of predictions that may depend on each other. For an
+image–text model they are a pair, whose image is a query with captions as candidates or the other way round, and an image
+with all its pairs. Logits are then divided by a temperature τ₀ beforehand, so that τ = 1 stands for τ₀.
 
 The fit is cross-fitted: the tokens of a document are judged by coefficients from other folds of documents. Gains are
 computed exactly from profiles of the tokens (`profile.py`). Everything is a sum over tokens, so that the data can be

@@ -1,8 +1,7 @@
 """What a fitted temperature gains on documents that it was not fitted to: cross-entropy and calibration, with intervals.
 
-For every document the sums of its tokens are kept, so that the data can be streamed and the interval can treat tokens
-of one document as dependent (`tempnet.intervals`: ratio estimators over documents, and for the expected calibration error,
-ECE, a jackknife over groups of documents).
+The sums of every document's tokens are kept, because intervals treat tokens of one document as dependent
+(`tempnet.intervals`: ratio estimators, and for the expected calibration error, ECE, a jackknife over groups of documents).
 
 Shapes: N tokens, D documents, K folds, B bins.
 """
@@ -87,10 +86,6 @@ class DocumentSums(NamedSums):
     def add_second_order(self, name: str, documents: Tensor, gain: Tensor) -> None:
         """Add the gains of tokens to second order (N,) under a name."""
         self._sum(self.second_order, name, documents, gain)
-
-    def add_losses(self, name: str, documents: Tensor, losses: Tensor) -> None:
-        """Add losses of tokens (N,), which need not come from their profiles, under a name."""
-        self._sum(self.losses, name, documents, losses)
 
     def at_constant(self, tau: float) -> Tensor:
         """Return the summed cross-entropy of every document at one temperature: (D,)."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tempnet.baselines import minimise
 from tempnet.dro import shift_by_maximum
 
 TAU_RANGE = (0.125, 8.0)
@@ -107,16 +108,9 @@ class Profiles:
 
     def best_constant(self) -> float:
         """Return the u = log β at which the summed cross-entropy is smallest, in the range of `NODES`."""
-        from scipy.optimize import minimize_scalar  # takes a third of a second, which a worker needs once, at its end
-
         total = self.sum()
         low, high = NODES[0].item(), NODES[-1].item()
-
-        def loss(u: float) -> float:
-            return total.cross_entropy(u).item()
-
-        inside = minimize_scalar(loss, bounds=(low, high), method="bounded", options={"xatol": 1e-7}).x
-        return min((float(inside), low, high), key=loss)
+        return minimise(lambda u: total.cross_entropy(u).item(), low, high, tolerance=1e-7)
 
 
 def num_nodes_down_to(tau_min: float) -> int:

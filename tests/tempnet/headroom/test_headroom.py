@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tempnet.headroom.features import FEATURE_SETS, Moments, Tokens
-from tempnet.headroom.fit import NormalEquations, fit
 from tempnet.headroom.gains import expected_calibration_error
 from tempnet.headroom.profile import NODES, Profiles
-from tempnet.headroom.run import CONSTANT, ONE, HeadroomTest, run_headroom_test
+from tempnet.headroom.run import CONSTANT, ONE, HeadroomTest, NormalEquations, fit, run_headroom_test
 from tempnet.intervals import mean_interval
 
 NUM_TOKENS, NUM_DOCUMENTS, NUM_FOLDS, VOCAB_SIZE, HIDDEN_SIZE = 6000, 60, 5, 50, 6
