@@ -1,8 +1,8 @@
 """A Transformers causal language model, its TempNet and its loss in one module whose forward returns the loss.
 
 With DeepSpeed the loss must be computed inside the wrapped module's forward, because only there the output weight is
-complete under every ZeRO stage. The loss is computed from the hidden states, without storing logits
-(`tempnet.softmax.linear`), wherever model and TempNet allow it.
+complete under every ZeRO stage. It is computed from the hidden states, without storing logits (`tempnet.softmax.linear`),
+wherever model and TempNet allow it.
 
 Shapes: B blocks, T tokens per block, d hidden size, V effective vocabulary.
 """
@@ -28,7 +28,6 @@ from tempnet.softmax.fold import FoldCache
 from tempnet.softmax.linear import (
     LinearLoss,
     NetworkLoss,
-    linear_language_model_loss,
     linear_language_model_losses,
     supports,
 )
@@ -185,17 +184,18 @@ class TemperatureCausalLM(nn.Module):
             oracle_rows: (B, T) bool, the valid tokens for which the statistics contain the optimal τ*; None: the first 256.
             num_profile_nodes: J, the number of nodes of the tokens' profiles; 0: without profiles. Needs statistics.
         """
-        contexts = self._contexts_of(input_ids, position_ids, hidden)
-        nodes = [num_profile_nodes]
-        return _outputs([self], contexts, targets, num_targets, with_statistics, oracle_rows, nodes)[0]
-
-    def _contexts_of(self, input_ids: Tensor | None, position_ids: Tensor | None, hidden: Tensor | None) -> Tensor:
-        """Return what :meth:`contexts` computes, or the stored hidden states, of all N tokens of a batch: (N, d or V)."""
-        if hidden is None:
-            assert input_ids is not None
-            assert position_ids is not None
-            hidden = self.contexts(input_ids, position_ids)
-        return hidden.flatten(0, 1)
+        [output] = _outputs(
+            [self],
+            input_ids,
+            position_ids,
+            targets,
+            [num_profile_nodes],
+            hidden=hidden,
+            num_targets=num_targets,
+            with_statistics=with_statistics,
+            oracle_rows=oracle_rows,
+        )
+        return output
 
     def _losses(
         self,
@@ -218,25 +218,18 @@ class TemperatureCausalLM(nn.Module):
         weight, bias = output_weight(self.base)  # after the body, which frees a tied weight under ZeRO-3
         if isinstance(self.base, StoredBase):
             contexts = contexts.to(weight.dtype)
-        tensors = self.head.scaled(contexts), weight, targets
-        options: dict[str, Any] = {
-            "vocab_size": self.vocab_size,
-            "bias": bias if bias is None or self.head.scale == 1.0 else bias * self.head.scale,
-            "soft_cap": self.head.soft_cap,
-            "num_targets": num_targets,
-            "with_values": with_values,
-            "matmul_dtype": self.autocast_dtype,
-        }
-        if len(modules) == 1:
-            return [
-                linear_language_model_loss(
-                    *tensors, self.loss_config, self.tempnet, fold_cache=self.fold_cache, **options
-                )
-            ]
-        networks = [
-            NetworkLoss(config=one.loss_config, tempnet=one.tempnet, fold_cache=one.fold_cache) for one in modules
-        ]
-        return linear_language_model_losses(*tensors, networks, **options)
+        return linear_language_model_losses(
+            self.head.scaled(contexts),
+            weight,
+            targets,
+            [NetworkLoss(one.loss_config, one.tempnet, one.fold_cache) for one in modules],
+            vocab_size=self.vocab_size,
+            bias=bias if bias is None or self.head.scale == 1.0 else bias * self.head.scale,
+            soft_cap=self.head.soft_cap,
+            num_targets=num_targets,
+            with_values=with_values,
+            matmul_dtype=self.autocast_dtype,
+        )
 
     @torch.no_grad()
     def profiles(self, contexts: Tensor, targets: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -253,10 +246,7 @@ class TemperatureCausalLM(nn.Module):
         return values, target, top, ids
 
     def contexts(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Return a representation of every context, from which :meth:`context_logits` computes its logits.
-
-        It is the hidden state, (B, T, d), or the logits, (B, T, V), if the module works with materialised logits.
-        """
+        """Return hidden states (B, T, d) or materialised logits (B, T, V), from which :meth:`context_logits` computes."""
         if self.head is None:
             return self.logits(input_ids, position_ids)
         hidden: Tensor = self._run(self.base.base_model, input_ids, position_ids)[0]
@@ -299,30 +289,34 @@ class SideBySideCausalLM(nn.ModuleList):
         position_ids: Tensor | None,
         targets: Tensor,
         *,
-        hidden: Tensor | None = None,
-        num_targets: Tensor | float,
-        with_statistics: bool = False,
-        oracle_rows: Tensor | None = None,
         num_profile_nodes: Sequence[int] = (),
+        **options: Any,
     ) -> list[CausalLMOutput]:
         """Return the output of every module; the arguments are those of one, with a number of nodes for each."""
         modules: Any = self
-        contexts = modules[0]._contexts_of(input_ids, position_ids, hidden)
         nodes = num_profile_nodes or [0] * len(modules)
-        return _outputs(modules, contexts, targets, num_targets, with_statistics, oracle_rows, nodes)
+        return _outputs(modules, input_ids, position_ids, targets, nodes, **options)
 
 
 def _outputs(
     modules: Sequence[TemperatureCausalLM],
-    contexts: Tensor,
+    input_ids: Tensor | None,
+    position_ids: Tensor | None,
     targets: Tensor,
-    num_targets: Tensor | float | None,
-    with_statistics: bool,
-    oracle_rows: Tensor | None,
     nodes: Sequence[int],
+    *,
+    hidden: Tensor | None = None,
+    num_targets: Tensor | float | None = None,
+    with_statistics: bool = False,
+    oracle_rows: Tensor | None = None,
 ) -> list[CausalLMOutput]:
-    """Return the output of every module on a base, with a number of nodes for each, from the contexts (N, d or V)."""
+    """Return the output of every module on a base, with a number of nodes for each; see `TemperatureCausalLM.forward`."""
     first, flat, outputs = modules[0], targets.flatten(), []
+    if hidden is None:
+        assert input_ids is not None
+        assert position_ids is not None
+        hidden = first.contexts(input_ids, position_ids)
+    contexts = hidden.flatten(0, 1)
     losses = first._losses(modules, contexts, flat, num_targets, with_statistics)
     if with_statistics:
         is_valid = flat != IGNORE_INDEX
@@ -357,11 +351,11 @@ def _outputs(
 def compile_blocks(model: PreTrainedModel, *, backend: str = "inductor") -> nn.ModuleList:
     """Compile the `forward` of every transformer block in place by `torch.compile`, and return the blocks.
 
-    Names and types of the modules stay the same, so that checkpoints and exports do. The blocks share one graph, because
-    TorchDynamo takes the weights of a module as inputs: only the first block of the first step is compiled, once for training
-    and once for validation. Hooks of a block stay outside of the graph. Losses, embeddings and the output layer are not
-    compiled: the losses have kernels of their own.
-    The blocks are the model's largest `nn.ModuleList`; a model without one raises ValueError.
+    They are the model's largest `nn.ModuleList`; a model without one raises ValueError. Names and types of the modules stay
+    the same, so that checkpoints and exports do. The blocks share one graph, because TorchDynamo takes the weights of a
+    module as inputs: only the first block of the first step is compiled, once for training and once for validation. Hooks of
+    a block stay outside of the graph. Losses, embeddings and the output layer are not compiled: the losses have kernels of
+    their own.
     """
     lists = [module for module in model.base_model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:

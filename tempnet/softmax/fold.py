@@ -6,16 +6,14 @@ With logits L = W h (see docs/method.md, "How the loss is computed without the l
     ‖L‖² = hᵀ (WᵀW) h               WᵀW is (d, d), and the logits are not needed
 
 WᵀW is built in float32 whatever the dtype of the weights, because large terms cancel in the norm. W1·W is built in
-float32 too, except under autocast. There the logits themselves are products in bfloat16, and τ from a W1·W in
-bfloat16 is as exact as τ from those logits (measured: relative error 5.9e-5 against 5.3e-5). With an output bias or a
-soft-cap L is not W h, so that there is no fold.
+float32 too, except under autocast: there the logits themselves are products in bfloat16, and τ is as exact from both
+(measured: relative error 5.9e-5 against 5.3e-5). With an output bias or a soft-cap L is not W h, so that there is no fold.
 
 A network that reads L − mean L reads (C W) h, where C = 1 − 11ᵀ/V subtracts the mean row of W from every row. C is
-symmetric and C C = C, so that W1 (C W) = (W1 C)(C W). The rows of W1, which is the smaller matrix, and of its gradient are
-centred in every product. Where the mean row is a large part of W, logits are nearly flat beside what they have in common,
-and a product with W would round their differences away. Then W is centred too (`FoldCache.centre`), once per optimizer
-step; a softmax, whatever its temperature, does not depend on what all logits have in common. A network that reads
-L − max L does not fold, because the maximum of a row of logits is not linear in h.
+symmetric and C C = C, so that W1 (C W) = (W1 C)(C W): the rows of W1, the smaller matrix, and of its gradient are centred.
+Where the mean row is a large part of W, a product with W would round the differences of logits away. Then W is centred too
+(`FoldCache.centre`), once per optimizer step. A network that reads L − max L does not fold, because the maximum of a row of
+logits is not linear in h.
 
 Shapes: N tokens, d hidden size, V effective vocabulary, d1 width of TempNet's first layer.
 """
@@ -35,13 +33,10 @@ _NUM_ROWS = 4096
 
 
 class FoldCache:
-    """Cache of W1·W, WᵀW and C·W; each is computed on first use and kept until :meth:`clear` is called.
+    """Cache of W1·W, WᵀW and C·W, which `num_uses` calls (micro-batches of a step) share; each is computed on first use.
 
-    The owner of the weights must call :meth:`clear` after every optimizer step. Changes cannot be detected by the
-    version counters of tensors, because DeepSpeed writes to parameters in ways that autograd does not see.
-
-    Args:
-        num_uses: number of calls that share the cached matrices (micro-batches of a step), for `fold_pays`.
+    The owner of the weights must call :meth:`clear` after every optimizer step: DeepSpeed writes to parameters in ways that
+    autograd's version counters do not see.
     """
 
     def __init__(self, num_uses: int = 1) -> None:
@@ -53,10 +48,7 @@ class FoldCache:
 
     @torch.no_grad()
     def centre(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return W (V, d) in a dtype, minus its mean row where that is a large part of it.
-
-        Logits h Wᵀ then lack a value that all of them have in common, and keep the digits that tell them apart.
-        """
+        """Return W (V, d) in a dtype, minus its mean row where that is a large part of it."""
         mean = None
         if self._has_large_mean is None:
             wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
@@ -77,7 +69,7 @@ class FoldCache:
     ) -> Tensor:
         """Return W1·W (d1, d) from W1 (d1, V) and W (V, d), or W1·C·W if `centred`, in float32 at least.
 
-        `matmul_dtype` is the dtype of the product; by default it is float32, or float64 for float64 weights.
+        `matmul_dtype` is the dtype of the product; by default that of the result.
         """
         if self._first is None:
             first_weight = at_least_float32(first_weight.detach())
@@ -107,9 +99,8 @@ def fold_pays(
 ) -> bool:
     """Return whether the fold needs fewer FLOPs than applying W1 to the logits, for N, d, V and d1.
 
-    Counted in multiply-adds: the fold builds W1·W once for `num_uses` calls and, if the TempNet is trained,
-    propagates its gradient back once per call, which costs V·d1·d each. It then needs d·d1 per token and direction
-    (forward, and backward if the TempNet is trained). Without the fold, the cost is V·d1 per token and direction.
+    In multiply-adds, the fold builds W1·W once for `num_uses` calls and, if the TempNet is trained, propagates its
+    gradient back once per call, V·d1·d each. It then needs d·d1 per token and direction, where else it is V·d1.
     """
     build = vocab_size * num_first * num_hidden
     directions = 2 if trains else 1

@@ -6,16 +6,15 @@
 a block of tokens and one split of the vocabulary; the few partial sums are merged afterwards, in a fixed order.
 
 `softmax_gradients` is a hybrid: a kernel recomputes the logits of one section of the vocabulary and writes dL to a
-scratch buffer of limited size, in the precision of the inputs; then cuBLAS computes the products with it. Compared
-with one fused kernel, this needs neither atomics nor a second recomputation: it takes four products of N·V·d in total
-(eager: three), and its results are bitwise reproducible. The buffer holds all tokens and a section of the vocabulary,
-rather than the reverse. The dW of a section is then complete at once, and only dh (N, d) is accumulated over the
-sections in float32, which is smaller than dW (V, d) if N < V.
+scratch buffer, in the precision of the inputs; then cuBLAS computes the products with it. Compared with one fused kernel,
+this needs neither atomics nor a second recomputation: it takes four products of N·V·d in total (eager: three), and its
+results are bitwise reproducible. The buffer holds all tokens and a section of the vocabulary, rather than the reverse: the
+dW of a section is then complete at once, and only dh (N, d) is accumulated in float32.
 
 No gradient is skipped, however small: skipping small p, as Cut Cross-Entropy may, turns ∂loss/∂τ into noise.
 
-Triton is imported on first use, so that this file can be imported where Triton is not installed. With
-TRITON_INTERPRET=1 (set before that first use) everything here runs on the CPU, for tests.
+Triton is imported on first use, so that this file can be imported without it. With TRITON_INTERPRET=1 (set before that
+first use) everything here runs on the CPU, for tests.
 
 Shapes: N tokens, d hidden size, V effective vocabulary.
 """
@@ -43,26 +42,20 @@ _SCRATCH_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """Block of logits that a program computes at a time; its three sizes are powers of two ≥ 16."""
+    """Block of logits that a program computes at a time; its first three sizes are powers of two ≥ 16.
+
+    `num_hidden` terms of the inner product are loaded at a time, with `num_stages` loads in flight.
+    """
 
     num_tokens: int
-    """Number of rows (tokens) of the tile."""
     num_vocab: int
-    """Number of columns (vocabulary entries) of the tile."""
     num_hidden: int
-    """Number of terms of the inner product that are loaded at a time."""
     num_warps: int
-    """Number of warps per program."""
     num_stages: int
-    """Number of pipeline stages, that is, of loads in flight."""
 
     @classmethod
     def for_dtype(cls, dtype: torch.dtype) -> Tile:
-        """Return sizes for inputs of this dtype.
-
-        The accumulator fits into the registers, and the loads into the shared memory, of GPUs of compute capability ≥
-        8.0.
-        """
+        """Return sizes for inputs of this dtype, which fit GPUs of compute capability ≥ 8.0."""
         if dtype == torch.float32:
             return cls(num_tokens=64, num_vocab=64, num_hidden=32, num_warps=4, num_stages=3)
         return cls(num_tokens=128, num_vocab=128, num_hidden=64, num_warps=8, num_stages=3)
@@ -86,8 +79,7 @@ class Tile:
 def is_available(tensor: Tensor) -> bool:
     """Return whether the kernels accept a tensor: 16- or 32-bit floats, on an NVIDIA GPU of compute capability ≥ 8.0.
 
-    Under Triton's interpreter, tensors on the CPU are accepted too. AMD GPUs have too little shared memory for these
-    tiles.
+    Triton's interpreter accepts tensors on the CPU too. AMD GPUs have too little shared memory for these tiles.
     """
     if tensor.dtype not in _DTYPES or importlib.util.find_spec("triton") is None:
         return False
@@ -121,8 +113,6 @@ class SoftmaxStatistics:
     log_sum: Tensor
     """log Σ exp((L − maximum)/τ). It is stored separately from the maximum, because logsumexp(L/τ) = maximum/τ +
     log_sum is a large number at small τ, and differences from it would have an error of |L|/τ·10⁻⁷."""
-    positive: Tensor
-    """Logit L of the target; 0 where the target is ignored."""
     at_tau: SoftmaxTerms
     """Terms at the temperatures."""
     at_one: SoftmaxTerms | None
@@ -151,8 +141,7 @@ def softmax_statistics(
         weight: (V, d), in the same dtype.
         targets: (N,) int64; IGNORE_INDEX matches no column.
         tau: (N,), positive.
-        bias: (V,) or None.
-        soft_cap: soft-cap of the logits (see the docstring of this module), or None.
+        bias, soft_cap: (V,) and a number, or None (see the docstring of this module).
         with_unit: whether to compute the terms at τ = 1 too, which takes a second exponential per logit.
         tile: block sizes; by default chosen by dtype.
     """
@@ -203,11 +192,8 @@ def softmax_gradients(
     """Compute gradients of hidden, weight and bias for dL = row_scale·(softmax(L/τ) − onehot(target))·(cap's slope).
 
     Args:
-        hidden, weight, targets, tau, bias, soft_cap, tile: as in `softmax_statistics`.
-        statistics: the result of `softmax_statistics`.
-        row_scale: (N,), 1 for the robust loss f(z, τ), 1/τ for the cross-entropy of L/τ; it is set to 0 for ignored
-            targets. With float16 inputs, divide the gradients by the number of tokens and not the scale, because
-            small p would underflow.
+        hidden, weight, targets, tau, bias, soft_cap, tile: as in `softmax_statistics`, whose result are the `statistics`.
+        row_scale: (N,), 1 for the robust loss f(z, τ), 1/τ for the cross-entropy of L/τ; 0 is used for ignored targets.
         needs: which of the three gradients to compute; without a bias its entry is ignored.
         scratch_bytes: maximum size of the buffer for dL, but it holds at least one tile of columns for every token.
 
@@ -272,8 +258,7 @@ def _contiguous(
 def _section_width(num_tokens: int, vocab_size: int, tile: Tile, num_scratch: int) -> int:
     """Return into how wide sections the vocabulary is cut, for a buffer (num_tokens, width) of at most `num_scratch` numbers.
 
-    The sections have about equal widths, so that the last one is not tiny, and consist of whole tiles, so that every
-    row of the buffer is aligned.
+    They have about equal widths, and consist of whole tiles, so that every row of the buffer is aligned.
     """
     num_tiles_fitting = max(num_scratch // num_tokens // tile.num_vocab, 1)
     num_sections = -(-vocab_size // (num_tiles_fitting * tile.num_vocab))
@@ -301,7 +286,6 @@ def _merge(partials: Tensor, tau: Tensor) -> SoftmaxStatistics:
     return SoftmaxStatistics(
         maximum=maximum,
         log_sum=log_sum,
-        positive=positive,
         at_tau=at_tau,
         at_one=at(1.0, *unit)[1] if unit else None,
     )

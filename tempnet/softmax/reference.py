@@ -34,8 +34,7 @@ def token_temperatures(logits: Tensor, config: TemperatureLossConfig, tempnet: T
 def token_losses(logits: Tensor, targets: Tensor, tau: Tensor, config: TemperatureLossConfig) -> Tensor:
     """Return the loss of every row (N,), in float32 at least; it is exactly 0 for ignored targets.
 
-    Logits (N, V) are −inf for entries that do not belong to the row's vocabulary. Targets (N,) are int64; IGNORE_INDEX marks
-    tokens that are not counted. The temperatures are (N,).
+    Logits (N, V) are −inf for entries that do not belong to the row's vocabulary. Targets (N,) are int64, or IGNORE_INDEX.
     """
     is_valid = targets != IGNORE_INDEX
     safe_targets = targets.where(is_valid, 0)
@@ -76,21 +75,14 @@ def language_model_loss(
     *,
     num_targets: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the loss of a batch of tokens, and the temperature of each token.
+    """Compute the loss of a batch of tokens, a scalar, and the temperature of each token (N,).
 
     Args:
-        logits: (N, V), where V is the effective vocabulary.
+        logits: (N, V), where V is the effective vocabulary; ValueError if ρ is infeasible for it.
         targets: (N,) int64; IGNORE_INDEX marks tokens that are not counted.
-        config: configuration of the loss.
-        tempnet: the temperature network, for the losses that have one.
+        config, tempnet: configuration of the loss, and the temperature network of one that has it.
         num_targets: divisor of the sum over tokens, which should be the number of valid targets of the *global* batch
             (all ranks, all micro-batches). By default it is the number of valid targets of this call.
-
-    Returns:
-        The scalar loss, and τ (N,).
-
-    Raises:
-        ValueError: if ρ is infeasible for this vocabulary.
     """
     if config.kind.objective == "robust":
         check_rho(config.rho, logits.shape[-1])

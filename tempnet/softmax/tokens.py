@@ -42,34 +42,28 @@ from tempnet.softmax.reference import IGNORE_INDEX
 # bfloat16), which fit in the cache, but of at least this many rows, because products of few rows are slow.
 _NUM_VALUES_AT_A_TIME = 1 << 19
 _MIN_NUM_ROWS = 128
-# Number of logits at the temperatures of several losses that are computed at a time (1 MiB in float32).
-_NUM_LOGITS_AT_A_TIME = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossPlan:
-    """Everything that determines what a call computes, apart from the tensors that it reads."""
+    """What determines the loss of one network, apart from tensors.
+
+    Fields without a text are arguments of `tempnet.softmax.linear.linear_language_model_losses`.
+    """
 
     config: TemperatureLossConfig
-    """Configuration of the loss."""
     vocab_size: int
-    """Effective vocabulary V; rows of the output weight beyond it are padding."""
     tempnet: TempNet | None
-    """The temperature network; None for losses without one."""
     soft_cap: float | None
-    """Logits become soft_cap·tanh(logits/soft_cap); None for no cap."""
     folds: bool
     """Whether the TempNet reads W1·W and the hidden state, instead of the chunk's logits."""
     cache: FoldCache
     """Cache of matrices that follow from the weights."""
     chunk_size: int
-    """Number of tokens per chunk."""
     matmul_dtype: torch.dtype
-    """Dtype of the products with the output weight."""
     sum_dtype: torch.dtype
     """Dtype of losses and sums: float32 at least, because bfloat16 would lose small gradients over many chunks."""
     with_values: bool
-    """Whether to compute the values of `tempnet.statistics.TokenValues`."""
     with_gradients: bool
     """Whether autograd is on. `ctx.needs_input_grad` does not tell, because it stays true under no_grad."""
 
@@ -91,7 +85,7 @@ class LossPlan:
 
 
 class Prediction(NamedTuple):
-    """What a TempNet predicts, with the autograd graph from W1 x to τ and the quantities that W1 x was computed from."""
+    """What a TempNet predicts, with the autograd graph from W1 x to τ."""
 
     tau: Tensor
     """τ with its graph: (c,)."""
@@ -108,9 +102,9 @@ class Prediction(NamedTuple):
 class TokenLoss:
     """One loss of N tokens: the tensors that it reads, its results, and the sums of its gradients.
 
-    Results are (N,), and 0 where the target is ignored. A sum is None, or empty, if it is not needed. The arguments are
-    the plan of the call, hidden, weight and bias of `tempnet.softmax.linear.linear_language_model_loss`, the TempNet's
-    parameters (:func:`network_parameters`), and which of (hidden, weight, bias, _, _, *parameters) need a gradient.
+    Results are (N,), and 0 where the target is ignored. A sum is None, or empty, if it is not needed. `parameters` are those
+    of the TempNet (:func:`network_parameters`), and `needs` says which of (hidden, weight, bias, _, _, *parameters) need a
+    gradient.
     """
 
     def __init__(
@@ -200,14 +194,13 @@ class TokenLoss:
         prediction: Prediction | None,
         at_tau: SoftmaxTerms,
         at_one: SoftmaxTerms | None,
-        row_weights: Tensor | None,
     ) -> Tensor:
         """Write the results of the tokens in `part`, and add the gradients of the TempNet.
 
-        Targets, temperatures and `row_weights` (see :func:`evaluate_objective`) are (c,). `at_one`, the terms at τ = 1,
-        are needed only with `with_values`. The factors (c,) of p − onehot(y) in the gradient of the logits are returned.
+        Returned are the factors of p − onehot(y) in the gradient of the logits. Targets, temperatures and the result are
+        (c,). `at_one`, the terms at τ = 1, are needed only with `with_values`.
         """
-        losses, slopes, logits_scale, tau_grad = evaluate_objective(self.plan, targets, tau, at_tau, row_weights)
+        losses, slopes, logits_scale = evaluate_objective(self.plan, targets, tau, at_tau)
         self.losses[part], self.tau[part], self.slopes[part] = losses, tau, slopes
         if self.values:
             assert at_one is not None
@@ -216,7 +209,7 @@ class TokenLoss:
             self.values[1][part] = at_tau.cross_entropy.where(is_valid, 0.0)
             self.values[2][part] = at_one.entropy
         if prediction is not None and self.parameter_grads:
-            self._add_network_gradient(self.hidden[part], prediction, tau_grad)
+            self._add_network_gradient(self.hidden[part], prediction, slopes)
         return logits_scale
 
     def _add_network_gradient(self, hidden: Tensor, prediction: Prediction, tau_grad: Tensor) -> None:
@@ -281,35 +274,30 @@ def network_parameters(tempnet: TempNet) -> tuple[Tensor, ...]:
 
 
 def evaluate_objective(
-    plan: LossPlan, targets: Tensor, tau: Tensor, softmax: SoftmaxTerms, row_weights: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the loss of every token and its derivatives; the formulas are in the docstring of this module.
+    plan: LossPlan, targets: Tensor, tau: Tensor, softmax: SoftmaxTerms
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return losses, slopes ∂loss/∂τ, and factors of p − onehot(y) in the gradient of the logits of tokens, (c,) each.
 
-    Targets, temperatures and the terms of softmax(L/τ) are (c,), as are `row_weights`, the weights of Σ row_weights·loss
-    whose gradients are wanted; None stands for 1. It returns losses, slopes ∂loss/∂τ, factors of p − onehot(y) in the
-    gradient of the logits, and gradients of τ, the last two including the weights: (c,) each, 0 where the target is
-    ignored.
+    The formulas are in the docstring of this module. Targets, temperatures and the terms of softmax(L/τ) are (c,); where the
+    target is ignored, all results are 0.
     """
     is_valid = targets != IGNORE_INDEX
     cross_entropy, entropy, excess = softmax
-    scale = is_valid.to(plan.sum_dtype) if row_weights is None else row_weights.where(is_valid, 0.0)
+    scale = is_valid.to(plan.sum_dtype)
     if plan.config.kind.objective == "robust":
         offset = plan.config.rho - math.log(plan.vocab_size)
-        losses, slopes, logits_scale = tau * (cross_entropy + offset), entropy + offset, scale
+        losses, slopes = tau * (cross_entropy + offset), entropy + offset
     elif plan.config.kind.objective == "proper":
-        losses, slopes, logits_scale = cross_entropy, excess, scale
+        losses, slopes = cross_entropy, excess
     else:
-        losses, slopes, logits_scale = cross_entropy, excess / tau, scale / tau
-    slopes = slopes.where(is_valid, 0.0)
-    return losses.where(is_valid, 0.0), slopes, logits_scale, slopes * scale
+        losses, slopes, scale = cross_entropy, excess / tau, scale / tau
+    return losses.where(is_valid, 0.0), slopes.where(is_valid, 0.0), scale
 
 
-def add_tokens_in_chunks(losses: Sequence[TokenLoss], targets: Tensor, row_weights: Tensor | None = None) -> None:
-    """Compute the results of all tokens and add their gradients, for losses of the same hidden states and output weight.
+def add_tokens_in_chunks(losses: Sequence[TokenLoss], targets: Tensor) -> None:
+    """Compute the results of all tokens (N,) and add their gradients, for losses of the same hidden states and output weight.
 
-    There is one loss, or several of which none needs a gradient of the logits, and whose networks read the logits with the
-    same shift. Targets are (N,) int64, and the gradients are
-    those of Σ row_weights·loss with weights (N,); None stands for 1.
+    There is one loss, or several that need no gradient of the logits, and whose networks read these with the same shift.
     """
     first, with_values = losses[0], losses[0].plan.with_values
     # A network that reads the logits as they are needs those of the weight as it is, which suit the others too.
@@ -318,7 +306,6 @@ def add_tokens_in_chunks(losses: Sequence[TokenLoss], targets: Tensor, row_weigh
     buffers = first.losses.new_empty(2, min(size, num_tokens), first.plan.vocab_size)
     for start in range(0, num_tokens, size):
         part = slice(start, min(start + size, num_tokens))
-        weights = None if row_weights is None else row_weights[part].to(first.plan.sum_dtype)
         logits, work = buffers[:, : part.stop - start]
         cap_slope = base.write_logits(part, logits)
         predicted = _temperatures(losses, first.hidden[part], logits)
@@ -329,9 +316,11 @@ def add_tokens_in_chunks(losses: Sequence[TokenLoss], targets: Tensor, row_weigh
         if len(losses) == 1:
             terms = [_compute_softmax(shifted.div_(predicted[0][0].unsqueeze(-1)), safe_targets, work)]
         else:
-            terms = _softmax_at_all(shifted, torch.stack([tau for tau, _ in predicted]), safe_targets)
+            scores = torch.empty_like(shifted)
+            divided = (torch.div(shifted, tau.unsqueeze(-1), out=scores) for tau, _ in predicted)
+            terms = [_compute_softmax(one, safe_targets, work) for one in divided]
         for loss, (tau, prediction), at_tau in zip(losses, predicted, terms, strict=True):
-            logits_scale = loss.add(part, targets[part], tau, prediction, at_tau, at_one, weights)
+            logits_scale = loss.add(part, targets[part], tau, prediction, at_tau, at_one)
             if loss.needs_logits_grad:
                 gradient = work  # The probabilities p.
                 # Saves a pass over the logits on CPUs; on a GPU the answer would have to be waited for.
@@ -390,33 +379,13 @@ def _compute_softmax(scores: Tensor, targets: Tensor, out: Tensor) -> SoftmaxTer
     return SoftmaxTerms(log_partition - positive, log_partition - mean, positive - mean)
 
 
-def _softmax_at_all(shifted: Tensor, tau: Tensor, targets: Tensor) -> list[SoftmaxTerms]:
-    """Return the terms at the temperatures (K, c) of all losses, a few rows of logits at a time, which stay in the cache.
-
-    The logits (c, V) have row maxima of 0; the targets are (c, 1).
-    """
-    num_losses, (num_rows, vocab_size) = len(tau), shifted.shape
-    size = max(1, _NUM_LOGITS_AT_A_TIME // (num_losses * vocab_size))
-    scores, work = shifted.new_empty(2, num_losses * size, vocab_size)
-    found = shifted.new_empty(3, num_losses, num_rows)
-    for start in range(0, num_rows, size):
-        rows = slice(start, min(start + size, num_rows))
-        count = rows.stop - start
-        mine = scores[: num_losses * count]
-        torch.div(shifted[rows], tau[:, rows].unsqueeze(-1), out=mine.view(num_losses, count, vocab_size))
-        terms = _compute_softmax(mine, targets[rows].repeat(num_losses, 1), work[: len(mine)])
-        for total, values in zip(found, terms, strict=True):
-            total[:, rows] = values.view(num_losses, count)
-    return [SoftmaxTerms(*of_loss) for of_loss in found.unbind(1)]
-
-
 def can_fuse(plan: LossPlan, hidden: Tensor) -> bool:
     """Return whether the kernels can process a call: they must run on the device, and τ must not need the logits."""
     is_known = plan.folds if plan.reads_logits else plan.config.kind.temperature != "oracle"
     return is_known and is_available(hidden.new_empty(0, dtype=plan.matmul_dtype))
 
 
-def add_tokens_by_kernels(loss: TokenLoss, targets: Tensor, row_weights: Tensor | None) -> None:
+def add_tokens_by_kernels(loss: TokenLoss, targets: Tensor) -> None:
     """Compute the results of all tokens and their gradients; the arguments are those of :func:`add_tokens_in_chunks`."""
     if not len(loss.hidden):
         return  # A kernel cannot be launched on an empty input; all sums are already 0.
@@ -433,21 +402,17 @@ def add_tokens_by_kernels(loss: TokenLoss, targets: Tensor, row_weights: Tensor 
         tau = prediction.tau.detach().to(plan.sum_dtype)
     layer: dict[str, Any] = {"bias": loss.bias, "soft_cap": plan.soft_cap}
     statistics = softmax_statistics(loss.hidden, loss.weight, targets, tau, with_unit=plan.with_values, **layer)
-    logits_scale = loss.add(slice(None), targets, tau, prediction, statistics.at_tau, statistics.at_one, row_weights)
+    logits_scale = loss.add(slice(None), targets, tau, prediction, statistics.at_tau, statistics.at_one)
     if not loss.needs_logits_grad:
         return
-    totals = (
-        loss.hidden_grad,
-        None if loss.weight_grad is None else loss.weight_grad[: plan.vocab_size],
-        None if loss.bias_grad is None else loss.bias_grad[: plan.vocab_size],
-    )
-    needs = (loss.hidden_grad is not None, loss.weight_grad is not None, loss.bias_grad is not None)
+    totals = loss.hidden_grad, loss.weight_grad, loss.bias_grad
+    needs = loss.hidden_grad is not None, loss.weight_grad is not None, loss.bias_grad is not None
     gradients = softmax_gradients(
         loss.hidden, loss.weight, targets, tau, statistics, logits_scale, needs=needs, **layer
     )
     for total, gradient in zip(totals, gradients, strict=True):
         if total is not None and gradient is not None:
-            total.copy_(gradient)
+            total[: len(gradient)].copy_(gradient)
 
 
 def _multiply_into(total: Tensor, left: Tensor, right: Tensor, *, add: bool = False) -> None:

@@ -101,7 +101,7 @@ class Case:
         safe_targets = self.targets.where(is_valid, 0)
         log_partition, mean = exact_statistics(logits, tau)
         log_partition_unit, mean_unit = exact_statistics(logits, torch.ones_like(tau))
-        positive = logits.gather(1, safe_targets[:, None])[:, 0].where(is_valid, 0.0)
+        positive = logits.gather(1, safe_targets[:, None])[:, 0]
         statistics_tolerance, gradient_tolerance = TOLERANCES[self.hidden.dtype]
         # A float32 logit is off by 2⁻²⁴|L|, which p = exp(L/τ − …) sees divided by τ.
         rounding = 0.0 if is_exact else (logits.abs().max() / tau.min()).item() * 2**-24
@@ -109,9 +109,10 @@ class Case:
 
         statistics = self.statistics(tile=TILE, with_unit=True)
         assert statistics.at_one is not None
-        expected = {"maximum": logits.amax(-1), "positive": positive}
-        errors = {name: relative_error(getattr(statistics, name), value) for name, value in expected.items()}
-        errors["log_sum"] = relative_error(log_partition_of(statistics, self.tau), log_partition)
+        errors = {
+            "maximum": relative_error(statistics.maximum, logits.amax(-1)),
+            "log_sum": relative_error(log_partition_of(statistics, self.tau), log_partition),
+        }
         assert max(errors.values()) < statistics_tolerance, errors
         # Entropies near 0 are differences of large numbers: an absolute error is what can be asked of them.
         for value, reference in (
@@ -196,18 +197,6 @@ def test_more_row_blocks_than_a_group_and_several_tiles_a_split(monkeypatch: pyt
         Case.random(40, 8, 140, num_ignored=5).check()
 
 
-def test_large_logits_overflow_nowhere() -> None:
-    """One token is nearly certain and L/τ near 10⁵, where a softmax without its maximum would be inf/inf."""
-    case = Case.random(3, 16, 40, tau=(0.005, 0.005))
-    case.hidden.mul_(100.0)
-    statistics = case.statistics(tile=TILE, with_unit=True)
-    logits = case.exact_logits(*case.leaves())
-    assert (logits.topk(2).values.diff().abs() > 1).all()  # certain to within e⁻²⁰⁰
-    assert relative_error(statistics.maximum, logits.amax(-1)) < 1e-6
-    assert statistics.log_sum.tolist() == [0.0] * 3
-    assert statistics.at_tau.entropy.tolist() == [0.0] * 3
-
-
 @pytest.mark.parametrize("tau", [0.001, 2.0])
 def test_the_softmax_itself_loses_nothing_at_small_temperatures(tau: float) -> None:
     """For logits that float32 holds exactly, near 40 and about 10⁻³ apart, all results are right to 1e-5."""
@@ -263,18 +252,14 @@ def test_sizes_of_a_language_model() -> None:
         assert relative_error(value, reference.double()) < 1e-2
 
 
-@pytest.mark.parametrize(
-    ("name", "reduction"),
-    [("ce", "mean"), ("fixed_robust", "none"), ("ts_ce", "none"), ("dro", "mean"), ("proper", "none")],
-)
-def test_the_loss_by_kernels_is_the_loss_in_chunks(name: str, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["ce", "fixed_robust", "ts_ce", "dro", "proper"])
+def test_the_loss_by_kernels_is_the_loss_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss, τ, values and every gradient by kernels equal those in chunks."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(17, 24, generator=generator).to(DEVICE).requires_grad_()
     weight = (0.4 * torch.randn(83, 24, generator=generator)).to(DEVICE).requires_grad_()
     targets = torch.randint(80, (17,), generator=generator).to(DEVICE)
     targets[3] = IGNORE_INDEX
-    upstream = torch.randn(17, generator=generator).to(DEVICE)
     torch.manual_seed(0)
     network = TempNet(TempNetConfig.for_logits(80, rho=1.0, hidden_size=8, num_prototypes=6)).to(DEVICE)
     config = TemperatureLossConfig(name=name, rho=1.0, tau=0.7)
@@ -283,10 +268,10 @@ def test_the_loss_by_kernels_is_the_loss_in_chunks(name: str, reduction: str, mo
     def run() -> list[Tensor]:
         loss, tau, values, _ = linear.linear_language_model_loss(
             hidden, weight, targets, config, network,
-            vocab_size=80, fold=True, reduction=reduction, with_values=True,
+            vocab_size=80, fold=True, with_values=True,
         )  # fmt: skip
         assert values is not None
-        gradients = torch.autograd.grad((loss * upstream).sum(), [hidden, weight, *parameters])
+        gradients = torch.autograd.grad(loss, [hidden, weight, *parameters])
         return [loss, tau, *values, *gradients]
 
     is_fused = []
@@ -299,16 +284,16 @@ def test_the_loss_by_kernels_is_the_loss_in_chunks(name: str, reduction: str, mo
         assert relative_error(value, reference.double()) < 2e-6
 
 
-@pytest.mark.parametrize(("name", "reduction"), [("ce", "none"), ("dro", "mean")])
-def test_no_tokens_at_all(name: str, reduction: str) -> None:
+@pytest.mark.parametrize("name", ["ce", "dro"])
+def test_no_tokens_at_all(name: str) -> None:
     hidden = torch.zeros(0, 24, device=DEVICE, requires_grad=True)
     weight = torch.randn(83, 24).to(DEVICE).requires_grad_()
     network = TempNet(TempNetConfig.for_logits(80, rho=1.0, hidden_size=8, num_prototypes=6)).to(DEVICE)
     loss, tau, *_ = linear.linear_language_model_loss(
         hidden, weight, torch.zeros(0, dtype=torch.long, device=DEVICE), TemperatureLossConfig(name=name, rho=1.0), network,
-        vocab_size=80, fold=True, reduction=reduction, with_values=True,
+        vocab_size=80, fold=True, with_values=True,
     )  # fmt: skip
-    assert (loss.sum().item(), len(tau)) == (0.0, 0)
-    loss.sum().backward()
+    assert (loss.item(), len(tau)) == (0.0, 0)
+    loss.backward()
     gradients = [hidden.grad, weight.grad, *(parameter.grad for parameter in network.parameters())]
     assert all(gradient is None or gradient.abs().sum().item() == 0.0 for gradient in gradients)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,7 +45,6 @@ def compare(
     bias: bool = False,
     soft_cap: float | None = None,
     num_padding: int = 0,
-    reduction: Any = "mean",
     matmul_dtype: torch.dtype | None = None,
     seed: int = 0,
     spread: float = 0.7,
@@ -69,7 +67,6 @@ def compare(
         rows = leaves[1].detach().double() + common * leaf(num_hidden, scale=1.0).detach()
         leaves[1] = rows.to(dtype).requires_grad_()
     leaves += [leaf(num_rows, scale=0.5)] if bias else []
-    upstream = torch.randn(num_tokens, generator=generator, dtype=torch.float64)
     targets = torch.randint(vocabulary, (num_tokens,), generator=generator)
     targets[:num_ignored] = IGNORE_INDEX
     torch.manual_seed(seed)
@@ -78,10 +75,9 @@ def compare(
     config = TemperatureLossConfig(name=name, rho=RHO, tau=0.7)
 
     def gradients(loss: torch.Tensor, leaves: list[torch.Tensor], network: TempNet) -> tuple[torch.Tensor, ...]:
-        """Differentiate a weighted sum of token losses, or a multiple of a mean loss."""
-        objective = (upstream * loss).sum() if reduction == "none" else 3.0 * loss
+        """Differentiate a multiple of a loss."""
         parameters = list(network.parameters()) if LOSS_KINDS[name].temperature == "tempnet" else []
-        return torch.autograd.grad(objective, [*leaves, *parameters])
+        return torch.autograd.grad(3.0 * loss, [*leaves, *parameters])
 
     def loss_of(leaves: list[torch.Tensor]) -> LinearLoss:
         return linear_language_model_loss(
@@ -94,7 +90,6 @@ def compare(
             soft_cap=soft_cap,
             fold=fold and not (bias or soft_cap or switches.get("input_shift") == "max"),
             chunk_size=chunk_size,
-            reduction=reduction,
             matmul_dtype=matmul_dtype,
             with_values=True,
         )
@@ -109,8 +104,6 @@ def compare(
     free_tau = tau.detach().requires_grad_()
     (slopes,) = torch.autograd.grad(token_losses(logits, targets, free_tau, config).sum(), free_tau)
     torch.testing.assert_close(token_slopes(logits, targets, tau, config), slopes)
-    if reduction == "none":
-        loss = token_losses(logits, targets, tau, config)
 
     with torch.no_grad():
         evaluated = loss_of(leaves)
@@ -145,7 +138,7 @@ def test_float64_equals_the_reference(name: str, fold: bool) -> None:
     """Smaller shapes are those of `test_any_shape_and_switch`."""
     sizes = {"num_tokens": 23, "num_hidden": 8, "vocabulary": 50}
     capped = {"bias": True, "soft_cap": 2.0, "num_padding": 2, "num_ignored": 5}
-    for chunk_size, options in ((1, {}), (7, {"reduction": "none"}), (7, capped), (100, {})):
+    for chunk_size, options in ((1, {}), (7, {}), (7, capped), (100, {})):
         errors = compare(name, **sizes, fold=fold, chunk_size=chunk_size, **options)
         # The oracle is solved to a residual of 1e-6.
         tolerance = 1e-5 if name == "dro_newton" else 1e-9
@@ -204,7 +197,6 @@ def test_nearly_flat_logits_keep_their_digits(
     bias=st.booleans(),
     soft_cap=st.sampled_from([None, 2.0]),
     num_padding=st.integers(0, 3),
-    reduction=st.sampled_from(["mean", "none"]),
     fold=st.booleans(),
     depth=st.sampled_from([3, 4]),
     projection=st.booleans(),
@@ -220,20 +212,19 @@ def test_any_shape_and_switch(name: str, num_tokens: int, share: float, **option
 
 
 @pytest.mark.parametrize("name", list(LOSS_KINDS))
-@pytest.mark.parametrize(("reduction", "fold"), [("mean", True), ("none", False)])
+@pytest.mark.parametrize("fold", [True, False])
 @pytest.mark.parametrize("num_tokens", [0, 6])
-def test_nothing_to_predict_is_a_zero_loss(name: str, reduction: Any, fold: bool, num_tokens: int) -> None:
+def test_nothing_to_predict_is_a_zero_loss(name: str, fold: bool, num_tokens: int) -> None:
     """There are no tokens, or their targets are all ignored."""
     hidden, weight = torch.randn(num_tokens, 4, requires_grad=True), torch.randn(11, 4, requires_grad=True)
     network = TempNet(TempNetConfig.for_logits(9, rho=RHO))
     loss, tau, values, slopes = linear_language_model_loss(
         hidden, weight, torch.full((num_tokens,), IGNORE_INDEX), TemperatureLossConfig(name=name, rho=RHO), network,
-        vocab_size=9, reduction=reduction, fold=fold, with_values=True,
+        vocab_size=9, fold=fold, with_values=True,
     )  # fmt: skip
-    assert loss.shape == (() if reduction == "mean" else (num_tokens,))
     assert [len(value) for value in (tau, slopes, *values)] == [num_tokens] * 5
-    assert loss.sum().item() == 0.0
-    loss.sum().backward()
+    assert loss.item() == 0.0
+    loss.backward()
     gradients = [hidden.grad, weight.grad, *(parameter.grad for parameter in network.parameters())]
     assert weight.grad is not None
     assert all(gradient is None or gradient.abs().sum().item() == 0.0 for gradient in gradients)
@@ -313,41 +304,28 @@ HIDDEN_CASES = [
 
 @pytest.mark.parametrize("switches", HIDDEN_CASES, ids=str)
 @pytest.mark.parametrize("fold", [True, False])
-@pytest.mark.parametrize(("name", "reduction"), [("dro", "mean"), ("proper", "none")])
+@pytest.mark.parametrize("name", ["dro", "proper"])
 def test_loss_and_gradients_of_hidden_states_are_those_of_the_formula(
-    switches: dict[str, Any], fold: bool, name: str, reduction: Any
+    switches: dict[str, Any], fold: bool, name: str
 ) -> None:
     hidden, weight, targets = hidden_tensors()
     network = make_hidden_network(**switches)
     exact = copy.deepcopy(network)
     config = TemperatureLossConfig(name=name, rho=RHO)
-    ours = linear_language_model_loss(
-        hidden, weight, targets, config, network, reduction=reduction, fold=fold, chunk_size=5
-    )
-    gradients = torch.autograd.grad(ours.loss.sum(), [hidden, weight, *network.parameters()])
+    ours = linear_language_model_loss(hidden, weight, targets, config, network, fold=fold, chunk_size=5)
+    gradients = torch.autograd.grad(ours.loss, [hidden, weight, *network.parameters()])
 
     logits = hidden @ weight.T
     tau = temperatures(exact, logits, hidden)
-    losses = token_losses(logits, targets, tau, config)
-    divisor = (targets != IGNORE_INDEX).sum() if reduction == "mean" else 1
-    expected = torch.autograd.grad(losses.sum() / divisor, [hidden, weight, *exact.parameters()])
+    loss = token_losses(logits, targets, tau, config).sum() / (targets != IGNORE_INDEX).sum()
+    expected = torch.autograd.grad(loss, [hidden, weight, *exact.parameters()])
     torch.testing.assert_close(ours.tau, tau.detach())
-    torch.testing.assert_close(ours.loss, losses if reduction == "none" else losses.sum() / divisor)
+    torch.testing.assert_close(ours.loss, loss)
     for gradient, reference in zip(gradients, expected, strict=True):
         torch.testing.assert_close(gradient, reference, rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(exact(logits, hidden), tau)
     kept = CachedFold(weight.detach().float(), network.float()).temperatures(hidden)
     torch.testing.assert_close(kept.double(), tau, atol=1e-4, rtol=1e-4)
-
-
-def test_a_network_on_hidden_states_survives_saving_and_says_what_it_reads(tmp_path: Path) -> None:
-    network = make_hidden_network("both").float().eval()
-    network.save_pretrained(tmp_path)
-    again = TempNet.from_pretrained(tmp_path)
-    logits, hidden = torch.randn(3, VOCABULARY), torch.randn(3, NUM_HIDDEN)
-    torch.testing.assert_close(again(logits, hidden), network(logits, hidden))
-    with pytest.raises(ValueError, match=r"reads hidden states \(kind = 'both'\), and only logits are known here"):
-        again(logits)
 
 
 V, D, N = 50, 6, 23

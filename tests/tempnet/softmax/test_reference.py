@@ -9,7 +9,7 @@ import torch
 
 from tempnet import TempNet, TempNetConfig, optimal_temperature
 from tempnet.softmax.config import LOSS_KINDS, TemperatureLossConfig
-from tempnet.softmax.reference import IGNORE_INDEX, language_model_loss, token_losses, token_slopes
+from tempnet.softmax.reference import IGNORE_INDEX, language_model_loss
 from tests.tempnet.formula import relative_error, temperatures
 
 VOCABULARY, NUM_TOKENS, RHO = 50, 24, 1.2
@@ -79,26 +79,6 @@ def test_loss_and_all_gradients_equal_autograd_on_the_formula(
         assert (gradient is not None) == uses_network
         if gradient is not None:
             assert relative_error(gradient, parameter.grad) < tolerance
-
-
-@pytest.mark.parametrize("name", list(LOSS_KINDS))
-def test_a_logit_of_minus_infinity_is_left_out_of_loss_and_slope(name: str) -> None:
-    """Loss, ∂loss/∂τ and gradients of rows with banned tokens are those of the rows without the tokens."""
-    torch.manual_seed(0)
-    rows = torch.randn(6, 12, dtype=torch.float64)
-    whole = torch.cat([rows, torch.full((6, 5), -math.inf, dtype=torch.float64)], dim=-1)
-    targets, config = torch.randint(12, (6,)), TemperatureLossConfig(name=name, rho=0.4)
-    results = []
-    for logits in (whole, rows):
-        tau = torch.linspace(0.3, 1.5, 6, dtype=torch.float64).requires_grad_()
-        leaf = logits.clone().requires_grad_()
-        losses = token_losses(leaf, targets, tau, config)
-        logits_grad, tau_grad = torch.autograd.grad(losses.sum(), (leaf, tau))
-        torch.testing.assert_close(token_slopes(logits, targets, tau, config), tau_grad)
-        results.append((losses, logits_grad[:, :12], tau_grad))
-        assert logits_grad[:, 12:].abs().sum() == 0
-    for value, expected in zip(*results, strict=True):
-        torch.testing.assert_close(value, expected)
 
 
 def test_divisor_is_the_global_number_of_targets_and_nothing_to_predict_is_a_zero_loss() -> None:
