@@ -1,6 +1,6 @@
 """Use a TempNet in `generate()`: the logits of every step are divided by the temperature that it predicts for them.
 
-There are three ways:
+There are three ways, which give the same τ:
 
     generate(base, tempnet, input_ids=…, max_new_tokens=…)                checks the settings, uses the fastest way
 
@@ -8,9 +8,9 @@ There are three ways:
     with attach(base, tempnet) as attached:                               reads the model's own outputs with a hook,
         base.generate(…, do_sample=True, logits_processor=[attached.processor()])       and checks the settings
 
-All three give the same τ. A hook sees the original logits of the model, even if other processors that ban or penalise
-tokens run before. If the logits are W h with h the hidden state, the hook reads h instead of the logits
-(`CachedFold`), which costs (d + d1)·d products per token instead of V·d1.
+A hook sees the original logits of the model, even if other processors that ban or penalise tokens run before. If the logits
+are W h with h the hidden state, the hook reads h instead of the logits (`CachedFold`), which costs (d + d1)·d products per
+token instead of V·d1.
 
 Shapes: B sequences, T tokens, d hidden size, V effective vocabulary, d1 width of TempNet's first layer.
 """
@@ -45,10 +45,9 @@ _LOG_PROBABILITIES = 1e-4
 class TemperatureLogitsProcessor(LogitsProcessor):
     """Logits processor that divides the scores of each step by τ, and records the τ of every step.
 
-    It is useful only for sampling, since a division by a positive number does not change the argmax. `temperature` must be 1,
-    or the scores would be divided a second time. A processor by itself does not learn the settings of the generation that it
-    is part of; :func:`generate` and :func:`attach` check them before a generation starts. What it can tell from the
-    scores, it refuses: logits that were masked, and log-probabilities, which beam search passes.
+    It is useful only for sampling, and with `temperature` 1. :func:`generate` and :func:`attach` check the settings of a
+    generation, which a processor by itself does not learn. What it can tell from the scores, it refuses: logits that were
+    masked, and log-probabilities, which beam search passes.
 
     Args:
         tempnet: the temperature network, which is put into eval mode, so that `tau_max_eval` applies.
@@ -120,17 +119,13 @@ def generate(base: PreTrainedModel, tempnet: TempNet, *, fold: CachedFold | None
     """Run `base.generate(**options)` and sample every token at the temperature that the TempNet predicts.
 
     Args:
-        base: the base model, which may be spread over devices.
-        tempnet: its temperature network, on the device that tokens are given on.
-        fold: result of `CachedFold.of(base, tempnet)`, which can be reused for many calls. By default it is computed
-            in this call if possible.
+        base, tempnet: the base model, and its temperature network, on the device that tokens are given on.
+        fold: result of `CachedFold.of(base, tempnet)`, for many calls. By default it is computed here if possible.
         options: options of `base.generate`. The defaults differ: tokens are sampled, the temperature is 1, and
             Transformers' default top_k = 50 is disabled (but a top_k or top_p in the model's generation configuration
             applies). Prompts of a batch must be padded on the left.
 
-    Raises:
-        ValueError: if the settings are unsuitable, such as greedy decoding or a `temperature` other than 1
-            (see :func:`check_generation`), or a prompt is empty or too long (:func:`check_prompts`).
+    Unsuitable settings (:func:`check_generation`) and prompts (:func:`check_prompts`) raise ValueError.
     """
     given: GenerationConfig | None = options.pop("generation_config", None)
     config = copy.deepcopy(base.generation_config if given is None else given)
@@ -154,10 +149,9 @@ def generate(base: PreTrainedModel, tempnet: TempNet, *, fold: CachedFold | None
 class CachedFold:
     """Computes τ from the hidden state with W1·W and WᵀW, which are built once; the weights must not change afterwards.
 
-    With L = W h: W1 L = (W1 W) h and ‖L‖² = hᵀ(WᵀW)h (see `tempnet.softmax.fold`); for the input shift `mean`, the mean
-    row of W is subtracted first. The matrices are built in float32 from the output weight (V or more, d) in any dtype,
-    whose rows beyond V are ignored. The caller must make sure that the model's logits are W h (`can_fold`). The TempNet
-    is put into eval mode; one without a transform, or that reads L − max L, raises ValueError.
+    With L = W h: W1 L = (W1 W) h and ‖L‖² = hᵀ(WᵀW)h (see `tempnet.softmax.fold`). The matrices are built in float32 from
+    the output weight (V or more, d) in any dtype, whose rows beyond V are ignored. The logits must be W h (`can_fold`). The
+    TempNet is put into eval mode; one without a transform, or that reads L − max L, raises ValueError.
     """
 
     def __init__(self, weight: Tensor, tempnet: TempNet) -> None:
@@ -195,15 +189,9 @@ class CachedFold:
         return self.tempnet.from_first_product(product if state is None else product + state)
 
     @classmethod
-    def of(cls, base: PreTrainedModel, tempnet: TempNet) -> CachedFold:
-        """Build the fold of a model's output weight; where τ needs the logits, ValueError is raised."""
-        if not can_fold(base, tempnet):
-            raise ValueError(
-                "τ cannot be computed from the hidden state: the logits of this model are not W h (an output bias, a "
-                "soft-cap, a scale), or the TempNet has no transform or input_shift = 'max'. Use TemperatureLogitsProcessor, "
-                "or attach(base, tempnet)"
-            )
-        return cls(output_weight(base)[0], tempnet)
+    def of(cls, base: PreTrainedModel, tempnet: TempNet) -> CachedFold | None:
+        """Build the fold of a model's output weight; None where τ needs the logits (:func:`can_fold`)."""
+        return cls(output_weight(base)[0], tempnet) if can_fold(base, tempnet) else None
 
 
 @dataclass(slots=True, eq=False)
@@ -224,14 +212,13 @@ class Attached:
 
 @contextmanager
 def attach(base: PreTrainedModel, tempnet: TempNet, fold: CachedFold | None = None) -> Iterator[Attached]:
-    """Context in which a TempNet is attached to a model by hooks: on the hidden state if τ can be computed from it, else on
-    the logits (and on the hidden state, if the network reads it).
+    """Context in which a TempNet is attached to a model by hooks.
 
-    A fold that was not built before is built if possible. Inside the context `base.generate` refuses settings and prompts
-    that do not go with a TempNet, if its processor is among the logits processors of the call.
+    They read the hidden state if τ can be computed from it (with a fold, which is built if none is given), else the logits
+    (and the hidden state, if the network reads it). Inside the context `base.generate` refuses settings and prompts that do
+    not go with a TempNet, if its processor is among the logits processors of the call.
     """
-    if fold is None and can_fold(base, tempnet):
-        fold = CachedFold(output_weight(base)[0], tempnet)
+    fold = fold or CachedFold.of(base, tempnet)
     attached, hidden = Attached(tempnet), list[Tensor]()
 
     def read_hidden(head: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -288,10 +275,10 @@ def record_hidden_states(base: PreTrainedModel) -> Iterator[list[Tensor]]:
 def end_ids(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens after which a text of a model ends, ascending.
 
-    A model may know several, and say so in several places: the tokenizer's end of text, those of the generation
-    configuration (chat models list the end of a turn there) and those of the configuration. What a configuration alone
-    names counts only if it is one of the tokenizer's added tokens: its default is a number that may be any word. A model
-    that separates documents by the token that begins them ends a text by it, so that token ends a text, too.
+    They are the tokenizer's end of text, those of the generation configuration (chat models list the end of a turn there)
+    and those of the configuration. What a configuration alone names counts only if it is one of the tokenizer's added
+    tokens: its default is a number that may be any word. The token that begins a document ends a text, too, for models that
+    separate documents by it.
     """
     ends, added = _as_set(tokenizer.eos_token_id), set(tokenizer.added_tokens_decoder)
     generation = base.generation_config
@@ -347,9 +334,8 @@ def check_prompts(
     """Reject prompts that are empty or padded on the right, or that do not fit into the context with the tokens to generate.
 
     Tokens are (B, T), None if the caller gives something else, and so is the mask, 1 for tokens and 0 for padding; None if
-    nothing is padding. `num_new` is the maximum number of new tokens; None to check the prompts alone. The context is
-    `max_position_embeddings` of the model's configuration, if it has this field. The ValueError names the prompt by its place
-    in the batch, or the lengths.
+    nothing is padding. `num_new` is the maximum number of new tokens, or None. The context is `max_position_embeddings` of
+    the configuration, if it has this field. The ValueError names the prompt by its place in the batch, or the lengths.
     """
     if input_ids is None:
         return

@@ -18,7 +18,7 @@ from pipelines.storage import join
 from pipelines.text.tokenization import encode_prompt, load_tokenizer
 from tempnet.calibration import CalibrationError, Share, share_of_range, tau_max_for_mean
 from tempnet.devices import input_device
-from tempnet.inference import CachedFold, can_fold, end_ids, generate
+from tempnet.inference import CachedFold, end_ids, generate
 from tempnet.loading import find_tempnet, load_causal_lm
 from tempnet.network import TempNet
 
@@ -47,7 +47,7 @@ def calibrate_tau_max(job: TauMax) -> None:
         job, prompts, tokenizer, getattr(base.config.get_text_config(), "max_position_embeddings", None)
     )
     ends = end_ids(base, tokenizer)
-    fold = CachedFold.of(base, network) if can_fold(base, network) else None
+    fold = CachedFold.of(base, network)
 
     def temperatures_of_texts(seed: int) -> list[Tensor]:
         """Generate a text for every prompt, and return the τ of its tokens for each text."""

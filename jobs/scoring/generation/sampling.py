@@ -30,7 +30,7 @@ from jobs.tasks.base import naming_field
 from pipelines.local_copy import local_copy
 from tempnet.base_model import load_base
 from tempnet.devices import input_device, loading_options, move_base
-from tempnet.inference import CachedFold, attach, can_fold, end_ids
+from tempnet.inference import CachedFold, attach, end_ids
 from tempnet.loading import check_vocabulary
 from tempnet.network import TempNet
 
@@ -210,8 +210,7 @@ class Sampler:
         if isinstance(temperature, TempNet):
             check_vocabulary(self.base, temperature)
             temperature.to(input_device(self.base))
-            if can_fold(self.base, temperature):
-                self.fold = CachedFold.of(self.base, temperature)
+            self.fold = CachedFold.of(self.base, temperature)
 
     @torch.no_grad()
     def __call__(self, requests: Sequence[Request]) -> list[Generated]:

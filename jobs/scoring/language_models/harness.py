@@ -28,7 +28,7 @@ from jobs.tasks.base import naming_field
 from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import document_start_id
 from tempnet.devices import input_device
-from tempnet.inference import CachedFold, attach, can_fold, end_ids, record_hidden_states
+from tempnet.inference import CachedFold, attach, end_ids, record_hidden_states
 from tempnet.network import TempNet
 
 # The builders of `datasets` that read local files.
@@ -131,7 +131,7 @@ class TemperedLM(HFLM):
     def _fold(self) -> CachedFold | None:
         """The folded TempNet, created once for the first sampled batch; None if τ must be computed from the logits."""
         assert isinstance(self._function, TempNet)
-        return CachedFold.of(self.model, self._function) if can_fold(self.model, self._function) else None
+        return CachedFold.of(self.model, self._function)
 
 
 class Tasks:

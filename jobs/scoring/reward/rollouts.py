@@ -35,7 +35,6 @@ from jobs.scoring.generation.sampling import Generated, Request, Sampler, Temper
 from jobs.scoring.reward.plan import NUM_TOKENS_AT_A_TIME, RewardPlan, make_network
 from jobs.scoring.verifiers.verifier import Panel, Sample
 from pipelines.text.tokenization import load_tokenizer
-from tempnet.inference import can_fold
 from tempnet.intervals import Interval, mean_interval
 from tempnet.models.output_head import find_output_head
 from tempnet.network import TempNet
@@ -255,7 +254,7 @@ class RolloutWorker:
         self.plan = plan
         self.network = make_network(plan)
         self.sampler = Sampler(plan.generation, load_tokenizer(plan.config.model), self.network, plan.stop)
-        if plan.network.reads_state and not can_fold(self.sampler.base, self.network):
+        if plan.network.reads_state and self.sampler.fold is None:
             raise ValueError(
                 f"temperature.input = {plan.config.temperature.input}: the logits of {plan.config.model} are not W h (an "
                 "output bias, a soft-cap, a scale), so that generation does not know the hidden state: choose logits"

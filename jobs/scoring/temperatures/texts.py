@@ -53,7 +53,7 @@ from pipelines.text.tokenization import load_tokenizer, token_pieces
 from pipelines.text.windows import ReadingWindow
 from tempnet.base_model import read_config
 from tempnet.devices import DeviceMap, input_device, move_base
-from tempnet.inference import CachedFold, can_fold, record_hidden_states
+from tempnet.inference import CachedFold, record_hidden_states
 from tempnet.loading import load_causal_lm, load_tempnet
 from tempnet.models.causal_lm import NUM_LIKELIEST
 from tempnet.models.output_head import find_output_head
@@ -195,7 +195,7 @@ class Predictor(TokenReader):
         super().__init__(settings, base, network.config.input_size, use_gpu=use_gpu)
         self._with_entropy, self._at_tau = settings.config.with_entropy, at_tau
         self._tempnet: TempNet = network.to(self._device)
-        self._fold = CachedFold.of(base, network) if can_fold(base, network) else None
+        self._fold = CachedFold.of(base, network)
 
     @torch.inference_mode()
     def predict(self, documents: Sequence[np.ndarray]) -> list[Prediction]:
