@@ -33,8 +33,8 @@ from benchmarks.measure import print_setting, print_table
 from benchmarks.small_models import CONTEXT_LENGTH, split_words, train_on_stream
 from jobs.engine.report import beats
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.headroom.job import figures, milli, read_measured
-from jobs.scoring.headroom.texts import Measurer, TextMeasurement, token_question
+from jobs.scoring.headroom.job import Question, figures, milli, read_measured
+from jobs.scoring.headroom.texts import Measurer, TextMeasurement
 from jobs.scoring.text_parts import read_parts, token_arrays
 from jobs.scoring.units import UnitStore
 from pipelines.archives import list_archives
@@ -203,10 +203,10 @@ def measure(job: Arguments, directory: Path, text: str) -> tuple[World, TextMeas
         model=str(directory / "model"), text=str(directory / f"{text}.jsonl"), tokens_per_document=TOKENS_PER_DOCUMENT
     )
     measurement = TextMeasurement.resolve(config)
-    measurer, output = Measurer(measurement.settings), directory / text
+    measurer, output = Measurer(measurement), directory / text
     store = UnitStore(str(output))
     store.claim(measurement.record())
-    files, parts = [], read_parts(measurement.settings, measurement.archives[0], 0, str(output), done=frozenset())
+    files, parts = [], read_parts(measurement, 0, str(output))
     ids: list[np.ndarray] = []
     for part in parts:
         ids += token_arrays(part.table["token_ids"])
@@ -214,7 +214,7 @@ def measure(job: Arguments, directory: Path, text: str) -> tuple[World, TextMeas
         files.append(part.file)
     question = measurement.question(str(output), files)
     tokens, documents = zip(*read_measured(str(output), files, with_end=question.with_end), strict=True)
-    end = measurement.settings.eos_id
+    end = measurement.eos_id
     targets = []
     for values in ids:
         found = values[:TOKENS_PER_DOCUMENT].tolist() + [end] * (len(values) <= TOKENS_PER_DOCUMENT)
@@ -283,7 +283,7 @@ def run_cell(job: Arguments, family: str, seed: int, text: str) -> dict[str, Any
         int(world.documents.max()) + 1,
         num_folds=measurement.config.folds,
     )
-    values = figures(test, token_question([]), least_gain=measurement.config.least_gain)
+    values = figures(test, Question(files=[]), least_gain=measurement.config.least_gain)
     gain = test.sums.gain(test.best_features, CONSTANT)
     known = {
         "headroom": list(gain),

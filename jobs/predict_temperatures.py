@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     from jobs.scoring.temperatures.texts import (
         check_page,
         first_documents,
-        on_worker,
+        first_documents_on_worker,
         predict_archives,
         resolve_settings,
         write_page,
@@ -44,17 +44,16 @@ def main(arguments: Sequence[str]) -> int:
 
     html = config.html or ("" if config.output else DEFAULT_PAGE)
     with ending_in_one_line():
-        settings, archives = resolve_settings(config)
+        settings = resolve_settings(config)
         if html:
             check_page(html)
         if config.output:
             output = absolute_output(config.output)
-            UnitStore(output).claim(settings.record(archives))
-            summary = predict_archives(settings, archives, output, config.workers, max_bad_share=config.max_bad_share)
-            _print_summary(summary, output)
+            UnitStore(output).claim(settings.record())
+            _print_summary(predict_archives(settings, output), output)
         if html:
-            predict = on_worker(first_documents, config.workers) if config.output else first_documents
-            sections = predict(settings, archives, config.html_tokens, **config.workers.devices)
+            predict = first_documents_on_worker if config.output else first_documents
+            sections = predict(settings, config.html_tokens)
             write_page(html, config.text, sections)
             tau = np.concatenate([tau for _, tau, *_ in sections.values()])
             low, middle, high = np.quantile(tau, [0.05, 0.5, 0.95])
@@ -65,11 +64,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _predict_pairs(arguments: Sequence[str]) -> int:
     config = _parse(PredictPairTemperaturesConfig, arguments)
-    from jobs.scoring.temperatures.pairs import predict_pairs, resolve_settings, write_pair_page
+    from jobs.scoring.temperatures.pairs import numbers_of, predict_pairs, resolve_settings, write_pair_page
     from jobs.scoring.temperatures.texts import check_page
-    from jobs.scoring.units import UnitStore, absolute_output
-    from pipelines.images.archives import list_image_archives
-    from pipelines.images.temperature_table import read_numbers
+    from jobs.scoring.units import absolute_output
 
     with ending_in_one_line():
         settings = resolve_settings(config)
@@ -77,11 +74,10 @@ def _predict_pairs(arguments: Sequence[str]) -> int:
         if config.html:
             check_page(config.html)
         if config.label:  # One sample with it is enough to begin; reading all of them may take minutes.
-            next(read_numbers(settings.images.source, list_image_archives(settings.images.source), config.label))
-        UnitStore(output).claim(settings.record())
-        _print_pair_summary(predict_pairs(settings, output, config.workers), output)
+            next(numbers_of(settings.images.source, config.label))
+        _print_pair_summary(predict_pairs(settings, output), output)
         if config.html:
-            correlations = write_pair_page(config.html, config.images, output, settings, config.label)
+            correlations = write_pair_page(settings, output)
             for name, (r, half) in correlations.items():
                 print(f"Spearman(τ of {name}, {config.label}) = {r:+.3f} ± {half:.3f} (95 %)")
             print(f"{config.html} shows the images and captions with the lowest and the highest τ")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -53,11 +53,6 @@ class LanguageModelPool(PoolSection):
         """Number of GPUs that Ray reserves for every worker."""
         return self.gpus_per_worker if self.use_gpu else 0
 
-    @property
-    def devices(self) -> dict[str, Any]:
-        """The options of the classes that load a model."""
-        return {"use_gpu": self.use_gpu, "device_map": self.device_map}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputConfig:
@@ -71,7 +66,7 @@ class OutputConfig:
     tracking: TrackingSection = field(default_factory=TrackingSection)
 
     def __post_init__(self) -> None:
-        check_named(self, output="a directory or URI for the results")
+        check_named(self, "output")
         _ = self.run.resolved_storage
 
     @property
@@ -94,7 +89,7 @@ class EvaluationConfig:
     tracking: TrackingSection = field(default_factory=lambda: TrackingSection(experiment="evaluation"))
 
     def __post_init__(self) -> None:
-        check_named(self, models="at least one model")
+        check_named(self)
         _ = self.run  # raises ValueError if the name or the storage cannot be used
 
     @property
@@ -105,11 +100,12 @@ class EvaluationConfig:
         return run
 
 
-def check_named(config: object, **what: str) -> None:
-    """Check that fields that must name something, such as `output="a directory"`, are not empty (ValueError)."""
-    for name, thing in what.items():
-        if not getattr(config, name):
-            raise ValueError(f"{name} is empty: it must name {thing}")
+def check_named(config: Any, *names: str) -> None:
+    """Check that the fields without a default, and those named, are not empty (ValueError)."""
+    for item in fields(config):
+        is_required = item.default is MISSING and item.default_factory is MISSING
+        if (is_required or item.name in names) and not getattr(config, item.name):
+            raise ValueError(f"{item.name} is empty: it must name something")
 
 
 def check_least(config: object, **least: int) -> None:

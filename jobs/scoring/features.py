@@ -1,8 +1,7 @@
 """Stores what a frozen model computes of the data of a run, once: the job of `jobs.prepare_features`.
 
 Of a language model these are the last hidden states and the output layer, of a dual encoder the embeddings of images and
-captions. A unit of the map (`jobs.scoring.units`) is a file: what a model reads is read beside the pool, and a worker of the
-pool writes the file. Files that exist are not made again.
+captions. A unit of the map (`jobs.scoring.units`) is a file.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 
 from jobs.engine.cluster import start_ray
 from jobs.engine.config import WorkersSection
-from jobs.scoring.config import LanguageModelPool, PoolSection
+from jobs.scoring.config import LanguageModelPool
 from jobs.scoring.units import Finished, UnitStore, map_units
 from jobs.tasks import images
 from jobs.tasks.base import resolve_paths
@@ -69,29 +68,36 @@ def units_of(features: Features | PairEmbeddings) -> list[FeatureUnit]:
 
 
 def store_features(
-    features: Features | PairEmbeddings,
+    found: Sequence[tuple[Features | PairEmbeddings, Callable[[FeatureUnit], Iterator[Item]]]],
     digest: str,
-    pool: PoolSection,
-    *,
-    read: Callable[[FeatureUnit], Iterator[Item]],
+    workers: WorkersSection,
     model: Callable[[], Callable[[Item], Finished]],
     noun: str,
-) -> None:
-    """Make the files that are missing, then the manifest, whose presence marks the features as complete."""
-    directory = features.directory
-    print(f"{directory}\n{features.describe_size()}", flush=True)
-    if exists(f"{directory}/{MANIFEST_FILE}"):
-        print("stored before", flush=True)
-        return
-    store = UnitStore(directory)
-    create_directory(directory)  # whose disk is looked at
-    finished = store.names()
-    missing = [unit for unit in units_of(features) if unit.part.file not in finished]
-    check_room(directory, missing)
-    started = time.monotonic()
-    map_units(missing, model, pool, store, read=read, title=lambda unit: unit.part.file, noun=noun).check()
-    features.save(digest)
-    print(f"stored in {time.monotonic() - started:.0f} s", flush=True)
+    **spread: Any,
+) -> list[Any]:
+    """Make the missing files of features, given with what reads a unit of them, and return the distinct ones.
+
+    The manifest is written last; its presence marks features as complete. The same data may be given twice. `spread` are
+    options of the pool beside those of the workers.
+    """
+    pool = LanguageModelPool(
+        num_workers=workers.max_workers, use_gpu=workers.use_gpu, cpus_per_worker=workers.cpus_per_worker, **spread
+    )
+    distinct = {features.directory: (features, read) for features, read in found}
+    for directory, (features, read) in distinct.items():
+        print(f"{directory}\n{features.describe_size()}", flush=True)
+        if exists(f"{directory}/{MANIFEST_FILE}"):
+            print("stored before", flush=True)
+            continue
+        store = UnitStore(directory)
+        create_directory(directory)  # whose disk is looked at
+        missing = store.missing(units_of(features), lambda unit: [unit.part.file])
+        check_room(directory, missing)
+        started = time.monotonic()
+        map_units(missing, model, pool, store, read=read, title=lambda unit: unit.part.file, noun=noun).check()
+        features.save(digest)
+        print(f"stored in {time.monotonic() - started:.0f} s", flush=True)
+    return [features for features, _ in distinct.values()]
 
 
 def check_room(directory: str, missing: Sequence[FeatureUnit]) -> None:
@@ -106,14 +112,6 @@ def check_room(directory: str, missing: Sequence[FeatureUnit]) -> None:
             f"{directory} takes {describe_bytes(needed)} more, and its disk has {describe_bytes(free)} left: make room, or "
             "set run.prepared to a directory on another disk"
         )
-
-
-def _pool_options(workers: WorkersSection) -> dict[str, Any]:
-    return {
-        "num_workers": workers.max_workers,
-        "use_gpu": workers.use_gpu,
-        "cpus_per_worker": workers.cpus_per_worker,
-    }
 
 
 def read_blocks(features: Features, unit: FeatureUnit) -> Iterator[Item]:
@@ -169,18 +167,12 @@ def prepare_hidden_states(config: LanguageModelConfig) -> list[Features]:
         )
     config = resolve_paths(config)
     start_ray()
-    base = refer_to_base(config)
-    found: dict[str, Features] = {}  # The same text may be given twice.
+    base, found = refer_to_base(config), []
     for split in ("train", "validation"):
         features = features_of(config, prepare_split(config, blocks_layout(config, split), split), base)
-        found[features.directory] = features
-    pool = LanguageModelPool(
-        **_pool_options(config.workers), device_map=config.model.device_map, gpus_per_worker=config.model.num_gpus
-    )
-    for features in found.values():
-        read, model = partial(read_blocks, features), partial(HiddenStates, config)
-        store_features(features, base.digest, pool, read=read, model=model, noun="blocks")
-    return list(found.values())
+        found.append((features, partial(read_blocks, features)))
+    spread = {"device_map": config.model.device_map, "gpus_per_worker": config.model.num_gpus}
+    return store_features(found, base.digest, config.workers, partial(HiddenStates, config), "blocks", **spread)
 
 
 def read_pairs(source: PairSource, unit: FeatureUnit) -> Iterator[Item]:
@@ -227,19 +219,9 @@ def prepare_embeddings(config: ClipConfig) -> list[PairEmbeddings]:
         raise ValueError("model.freeze must be True: the embeddings of towers that are trained change with every step")
     config = resolve_paths(config)
     start_ray()
-    towers = refer_to_towers(config)
-    found: dict[str, PairEmbeddings] = {}  # The same pairs may be given twice.
+    towers, found = refer_to_towers(config), []
     for split in ("train", "validation"):
         pairs = images.prepare_split(config, split)
-        embeddings = embeddings_of(config, pairs, towers, split)
-        if embeddings.directory in found:
-            continue
-        found[embeddings.directory] = embeddings
         source = replace(pair_data.pair_source(config, pairs), caption_noise=caption_noise(config, split))
-        read, model, pool = (
-            partial(read_pairs, source),
-            partial(Towers, config),
-            PoolSection(**_pool_options(config.workers)),
-        )
-        store_features(embeddings, towers.digest, pool, read=read, model=model, noun="images or captions")
-    return list(found.values())
+        found.append((embeddings_of(config, pairs, towers, split), partial(read_pairs, source)))
+    return store_features(found, towers.digest, config.workers, partial(Towers, config), "images or captions")

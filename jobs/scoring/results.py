@@ -48,29 +48,41 @@ class Results:
     """Digest of everything that decides the figures."""
 
 
-def percent_table(columns: Sequence[Column], titles: Mapping[str, str], *, hidden_if_zero: Sequence[str] = ()) -> str:
-    """Returns a table with one row per figure: shares and correlations in per cent, and counts (`num_…`) as they are.
+def figure_table(
+    columns: Sequence[Column], title: Callable[[str], str], cell: Callable[[Mapping[str, float], str], str], corner: str
+) -> str:
+    """Returns a table with a row for every figure that has a title; figures of one data set are next to each other.
 
-    Args:
-        columns: the columns, with figures named `<data>/<figure>` or `<data>/<figure>@<k>`.
-        titles: figure → what the row is called.
-        hidden_if_zero: figures whose row is left out if it would be 0 in every column.
+    `title` gets the name of a figure, and `cell` the figures of a column that has it, and its name.
+    """
+    names = list(dict.fromkeys(name for column in columns for name in column.metrics))
+    data = list(dict.fromkeys(name.partition("/")[0] for name in names))
+    names.sort(key=lambda name: data.index(name.partition("/")[0]))  # some figures appear only in a later column
+    rows = [[corner, *(column.title for column in columns)]]
+    for name in names:
+        if shown := title(name):
+            cells = (cell(column.metrics, name) if name in column.metrics else "–" for column in columns)
+            rows.append([shown, *cells])
+    return markdown_table(rows)
+
+
+def percent_table(columns: Sequence[Column], titles: Mapping[str, str], *, hidden_if_zero: Sequence[str] = ()) -> str:
+    """Returns a table of figures `<data>/<figure>`, or `<data>/<figure>@<k>`: per cent, but counts (`num_…`) as they are.
+
+    `titles` maps figures to what their rows are called; `hidden_if_zero` have no row if it would be 0 in every column.
     """
 
-    def cell(figure: str, value: float | None) -> str:
-        if value is None:
-            return "–"
-        return f"{value:,.0f}" if figure.startswith("num_") else f"{100 * value:.2f}"
-
-    rows = [["%", *(column.title for column in columns)]]
-    for name in dict.fromkeys(name for column in columns for name in column.metrics):
+    def title(name: str) -> str:
         data, _, figure = name.rpartition("/")
         figure, _, k = figure.partition("@")
-        if figure in hidden_if_zero and not any(column.metrics.get(name) for column in columns):
-            continue
-        title = f"{data} {titles[figure]}{k}".strip()
-        rows.append([title, *(cell(figure, column.metrics.get(name)) for column in columns)])
-    return markdown_table(rows)
+        is_hidden = figure in hidden_if_zero and not any(column.metrics.get(name) for column in columns)
+        return "" if is_hidden else f"{data} {titles[figure]}{k}".strip()
+
+    def cell(metrics: Mapping[str, float], name: str) -> str:
+        is_count = name.rpartition("/")[2].startswith("num_")
+        return f"{metrics[name]:,.0f}" if is_count else f"{100 * metrics[name]:.2f}"
+
+    return figure_table(columns, title, cell, "%")
 
 
 def write_results(path: Path, values: Mapping[str, Any]) -> None:
@@ -96,9 +108,8 @@ def publish(
     """Write the files of results into a directory, and log them to MLflow, whose failure is only a warning.
 
     `write` is called with a local directory, whose files replace those of the same names. Without a tracking URI nothing is
-    logged. Results that are published again update the same run, which is identified by their directory and a digest of
-    everything that decides them. The run has the files and, at the top of its page, the note, in Markdown; the children, by
-    their digests, are runs below it.
+    logged. A run is that of the directory and of a digest of everything that decides the results; it has the files and the
+    note, in Markdown. The children, by their digests, are runs below it.
     """
 
     def start(name: str, digest: str, parameters: Mapping[str, Any], **options: Any) -> TrackedRun:
@@ -126,7 +137,7 @@ def publish_evaluation(
     *,
     uri: str,
     columns: Sequence[Column],
-    render: Callable[[Sequence[Column]], str],
+    table: str,
     identity: Sequence[str],
     failed: Mapping[str, str],
 ) -> Results:
@@ -135,7 +146,6 @@ def publish_evaluation(
     `identity` are strings that together decide the figures, such as the keys of all units of work. If units failed
     (title → reason), a ScoringFailedError with the table is raised at the end.
     """
-    table = render(columns)
     results = {
         "configuration": dataclasses.asdict(config),
         "columns": [
@@ -190,8 +200,8 @@ def publish_findings(
 ) -> None:
     """Publish the figures, the table and the picture of an analysis, and print the table and the conclusion, one line.
 
-    The settings are what the figures depend on; with the place of the results they identify the run in MLflow. The source
-    is the path or URI of the data.
+    The settings are what the figures depend on, which identifies the run in MLflow, and the source is the path or URI of the
+    data.
     """
     output, digest = absolute_output(config.output), settings_digest(settings)
 

@@ -1,8 +1,7 @@
 """Texts for a language model: archives → parts of their documents → a pool of models, and the windows that a model reads.
 
-A part is a group of documents of one archive, which is scored, written and resumed as a unit. It holds an Arrow table with
-one row per document (`key`, `token_ids`). Archives are read in Ray Data's tasks, beside the pool. How a document longer than
-the context is read is said in `pipelines.text.windows`.
+A part is a group of documents of one archive, a unit of scoring, as an Arrow table with one row per document (`key`,
+`token_ids`). How a document longer than the context is read is said in `pipelines.text.windows`.
 """
 
 from __future__ import annotations
@@ -17,46 +16,83 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 import torch
-from pyarrow.fs import FileType
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from jobs.engine.export import model_digest
 from jobs.engine.fields import absolute_path, values_of
-from jobs.scoring.config import PoolSection
 from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.temperatures.config import PredictTemperaturesConfig
 from jobs.scoring.units import Finished, Outcome, UnitStore, map_units, part_file
+from jobs.tasks.base import naming_field
 from pipelines.archives import PLAIN_SUFFIXES, SUFFIXES, Archive, describe_not_read, list_source, resolve_source
+from pipelines.local_copy import checked_copy, local_copy
 from pipelines.problems import check_problems
-from pipelines.storage import create_directory, read_json, relative, resolve, write_json
+from pipelines.storage import create_directory, read_json, relative, write_json
 from pipelines.text.manifest import ArchiveEntry
 from pipelines.text.reading import Document, readable_documents
 from pipelines.text.tokenization import document_start_id, load_tokenizer, tokenizer_digest
 from pipelines.text.windows import ReadingWindow, batches, default_stride, windows_of
+from tempnet.base_model import read_config
+from tempnet.loading import load_tempnet
+from tempnet.network import TempNet
+from tempnet.weights import check_weight_files
 
 logger = logging.getLogger(__name__)
-_NOT_RECORDED = ("config", "known_text")
+_NOT_RECORDED = ("config", "archives", "known_text")
 _READ_SCHEMA = pa.schema({"key": pa.string(), "token_ids": pa.list_(pa.int32())})
 
 
 def list_sources(uri: str) -> list[Archive]:
-    """Returns the files to read.
+    """Returns the files to read: a plain text or archive, or a directory's archives or, if it has none, its plain texts.
 
-    These are the plain text file or archive at the path or URI, or a directory's archives, or, if it has none, its
-    plain text files. A warning names the other files of the directory.
+    A warning names the other files of the directory.
     """
-    filesystem, root = resolve(uri)
-    is_directory = filesystem.get_file_info(root).type == FileType.Directory
     try:
-        listing = list_source(uri, SUFFIXES if is_directory else SUFFIXES | PLAIN_SUFFIXES)
-    except FileNotFoundError:
-        if not is_directory:
-            raise
-        listing = list_source(uri, SUFFIXES | PLAIN_SUFFIXES)  # the directory has no archives; it may have plain texts
+        listing = list_source(uri, SUFFIXES)
+    except (FileNotFoundError, ValueError):  # no archive, and no directory with any
+        listing = list_source(uri, SUFFIXES | PLAIN_SUFFIXES)
     if listing.not_read:
         logger.warning("%s%s", uri, describe_not_read(listing.not_read))
     return listing.archives
+
+
+def checked_model(
+    path: str, field: str, *, trust_remote_code: bool = False
+) -> tuple[PretrainedConfig, PreTrainedTokenizerFast]:
+    """Returns the configuration and the tokenizer of a causal LM that can be loaded (OSError, ValueError)."""
+    place = checked_copy(path, field)
+    with naming_field(field):
+        check_weight_files(place)
+        base = read_config(place, trust_remote_code=trust_remote_code).get_text_config()
+    tokenizer = load_tokenizer(path)
+    if len(tokenizer) > base.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {path} has {len(tokenizer)} tokens, the model a vocabulary of {base.vocab_size}"
+        )
+    return base, tokenizer
+
+
+def checked_tempnet(
+    place: str, field: str, model: str, base: PretrainedConfig, tokenizer: PreTrainedTokenizerFast
+) -> TempNet:
+    """Returns a TempNet that fits a model (OSError, ValueError)."""
+    with naming_field(field):
+        network = load_tempnet(local_copy(place))
+    config = network.config
+    if config.kind == "embeddings":
+        raise ValueError(f"the TempNet {place} reads embeddings, not the logits of a language model")
+    if config.input_size != len(tokenizer):
+        raise ValueError(
+            f"the TempNet {place} was built for a vocabulary of {config.input_size}, the tokenizer of {model} has "
+            f"{len(tokenizer)} tokens"
+        )
+    if config.reads_state and config.state_size != base.hidden_size:
+        raise ValueError(
+            f"the TempNet {place} reads hidden states of {config.state_size} numbers, those of {model} have "
+            f"{base.hidden_size}"
+        )
+    return network
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +106,12 @@ class TextSettings:
     config: Any
     """The configuration, without lengths that are left to the model. Local paths are absolute, because a worker has its own
     working directory."""
+    archives: Sequence[Archive] = ()
     bos_id: int
     model_digest: str
     tokenizer_digest: str
 
-    def record(self, archives: list[Archive]) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
         """Returns everything that decides the tables, as a flat mapping, without file locations and the batch size."""
         names = ("text_field", "max_documents", "part_characters", "context_length", "stride", "precision")
         values = {name: getattr(self.config, name) for name in names + self.own_fields}
@@ -82,7 +119,7 @@ class TextSettings:
         root = resolve_source(self.config.text)[1]
         versions = {
             f"archive {relative(archive.path, root)} (bytes, modified)": [archive.num_bytes, archive.modified_ns]
-            for archive in archives
+            for archive in self.archives
         }
         return {"version": self.format_version, **values, **versions}
 
@@ -90,21 +127,18 @@ class TextSettings:
 def text_options(
     config: PredictTemperaturesConfig | Headroom, tokenizer: PreTrainedTokenizerFast, base: PretrainedConfig
 ) -> dict[str, Any]:
-    """Returns the fields of `TextSettings` for a configuration, its tokenizer and its model's configuration.
-
-    The length of windows and the tokens between their starts are as configured or, for 0, the model's default.
-    """
+    """Returns the fields of `TextSettings` for a configuration, its tokenizer and its model's configuration."""
     longest = getattr(base, "max_position_embeddings", None)
     context_length = config.context_length or longest
     if context_length is None:
         raise ValueError(f"{config.model} does not say how many positions it reads: context_length is needed")
-    if longest is not None and context_length > longest:
-        raise ValueError(
-            f"context_length = {context_length} must lie in 1 … {longest}, the positions of {config.model}"
-        )
     stride = config.stride or default_stride(context_length)
-    if stride > context_length:
-        raise ValueError(f"stride = {stride} must lie in 1 … {context_length}, the context length")
+    for name, value, most, what in (
+        ("context_length", context_length, longest or context_length, f"positions of {config.model}"),
+        ("stride", stride, context_length, "context length"),
+    ):
+        if value > most:
+            raise ValueError(f"{name} = {value} must lie in 1 … {most}, the {what}")
     text, model = absolute_path(config.text), absolute_path(config.model)
     return {
         "config": replace(config, text=text, model=model, context_length=context_length, stride=stride),
@@ -146,79 +180,70 @@ class Part:
         return part_file(self.archive, self.number)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadArchive:
-    """A record of what one archive contained; it is written once the archive has been read to its end."""
-
-    entry: ArchiveEntry
-    num_parts: int
-
-    @classmethod
-    def load(cls, output: str, number: int) -> ReadArchive | None:
-        """Returns the record of an archive, or None if the archive was never read to its end."""
-        values = read_json(f"{output}/_archives/archive-{number:05d}.json")
-        return None if values is None else cls(entry=ArchiveEntry(**values["entry"]), num_parts=values["num_parts"])
-
-    def files(self, number: int) -> list[str]:
-        """Returns the names of the tables of its parts, in order; `number` is that of the archive."""
-        return [part_file(number, part) for part in range(self.num_parts)]
-
-
 def map_archives(
-    settings: TextSettings,
-    archives: Sequence[Archive],
-    output: str,
-    workers: PoolSection,
-    model: Callable[[], Callable[[Part], Finished]],
-    *,
-    max_bad_share: float,
-) -> tuple[list[ReadArchive], Outcome]:
+    settings: TextSettings, output: str, model: Callable[[], Callable[[Part], Finished]]
+) -> tuple[list[ArchiveEntry], Outcome]:
     """Score the parts that the output lacks, and return the records of all archives.
 
-    The tables of parts depend neither on the number of workers nor on the order in which they are finished.
+    The record of an archive is written once it has been read to its end. The tables of parts depend neither on the number
+    of workers nor on the order in which they are finished.
     """
-    store = UnitStore(output)
-    done = store.parts()
-    known = [ReadArchive.load(output, number) for number in range(len(archives))]
+    config, archives, store = settings.config, settings.archives, UnitStore(output)
+    done = store.names()
+    known = [_load_record(output, number) for number in range(len(archives))]
     missing = [
-        number for number, record in enumerate(known) if record is None or not done.issuperset(record.files(number))
+        number for number, record in enumerate(known) if record is None or not done.issuperset(_files(number, record))
     ]
-    if len(missing) < len(archives) or done:
-        print(
-            f"{output} holds {len(done)} parts; {len(archives) - len(missing)} of {len(archives)} archives are complete"
-        )
-    root = resolve_source(settings.config.text)[1]
+    if len(missing) < len(archives):
+        print(f"{output}: {len(archives) - len(missing)} of {len(archives)} archives are complete")
+    root = resolve_source(config.text)[1]
     names = [relative(archive.path, root) for archive in archives]
 
     def read(number: int) -> Iterator[Part]:
-        return read_parts(settings, archives[number], number, output, done=done)
+        return read_parts(settings, number, output, done=done)
 
-    outcome = map_units(missing, model, workers, store, read=read, title=names.__getitem__, noun="tokens")
+    outcome = map_units(missing, model, config.workers, store, read=read, title=names.__getitem__, noun="tokens")
     outcome.check()
-    records = [record for number in range(len(archives)) if (record := ReadArchive.load(output, number)) is not None]
-    check_problems(settings.config.text, [record.entry for record in records], max_bad_share, field="max_bad_share")
+    records = [record for number in range(len(archives)) if (record := _load_record(output, number)) is not None]
+    check_problems(config.text, records, config.max_bad_share, field="max_bad_share")
     return records, outcome
 
 
-def part_files(records: Sequence[ReadArchive]) -> list[str]:
-    return [file for number, record in enumerate(records) for file in record.files(number)]
+def _load_record(output: str, number: int) -> ArchiveEntry | None:
+    """Returns the record of an archive, or None if it was never read to its end."""
+    values = read_json(f"{output}/_archives/archive-{number:05d}.json")
+    return None if values is None else ArchiveEntry(**{**values["entry"], "num_parts": values["num_parts"]})
+
+
+def _files(number: int, record: ArchiveEntry) -> list[str]:
+    return [part_file(number, part) for part in range(record.num_parts)]
+
+
+def part_files(records: Sequence[ArchiveEntry]) -> list[str]:
+    """Returns the names of the tables of all archives, in order."""
+    return [file for number, record in enumerate(records) for file in _files(number, record)]
+
+
+def read_documents(
+    config: Any, archives: Sequence[Archive], problems: Counter[str], examples: list[str]
+) -> Iterator[Document]:
+    """Yields the documents of archives, of each at most `max_documents`; problems and examples are updated in place."""
+    for archive in archives:
+        documents = readable_documents(config.text, archive, config.text_field, problems, examples)
+        yield from itertools.islice(documents, config.max_documents or None)
 
 
 def read_parts(
-    settings: TextSettings, archive: Archive, number: int, output: str, *, done: frozenset[str]
+    settings: TextSettings, number: int, output: str, *, done: frozenset[str] = frozenset()
 ) -> Iterator[Part]:
-    """Yields the tokenised parts of an archive, except those whose file name is in `done`.
-
-    At the end of the archive, its `ReadArchive` is saved.
-    """
-    config = settings.config
+    """Yields the tokenised parts of an archive, except those whose file name is in `done`; at its end, saves its record."""
+    config, archive = settings.config, settings.archives[number]
     tokenizer = load_tokenizer(config.model)
     problems: Counter[str] = Counter()
     examples: list[str] = []
     num_documents = num_parts = 0
     source = relative(archive.path, resolve_source(config.text)[1])
-    documents = readable_documents(config.text, archive, config.text_field, problems, examples)
-    for group in _groups(itertools.islice(documents, config.max_documents or None), config.part_characters):
+    for group in _groups(read_documents(config, [archive], problems, examples), config.part_characters):
         if part_file(number, num_parts) not in done:
             yield Part(number, num_parts, source, tokenise(group, tokenizer))
         num_documents += len(group)
@@ -232,8 +257,8 @@ def read_parts(
         shards=[],
     )
     create_directory(f"{output}/_archives")
-    record = ReadArchive(entry=entry, num_parts=num_parts)
-    write_json(f"{output}/_archives/archive-{number:05d}.json", asdict(record))
+    record = {"entry": asdict(entry), "num_parts": num_parts}
+    write_json(f"{output}/_archives/archive-{number:05d}.json", record)
 
 
 def tokenise(documents: list[Document], tokenizer: PreTrainedTokenizerFast) -> pa.Table:

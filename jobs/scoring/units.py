@@ -8,8 +8,6 @@
   what it has finished (`UnitStore`), so that a job that is started again has less to do. The driver only learns the
   number of cases in them.
 
-`ModelSpec` describes a model that is scored, and `LoadedModel` holds the one that a worker used last.
-
 An exception is caught where it is raised and costs its unit. A worker that dies, for instance with its machine, is
 started again by Ray, and its item is tried again; an item that ends its worker every time costs its unit too.
 """
@@ -26,7 +24,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -84,9 +82,14 @@ class UnitStore:
         files = filesystem.get_file_info(FileSelector(path, allow_not_found=True))
         return frozenset(file.base_name for file in files if file.type == FileType.File)
 
-    def parts(self) -> frozenset[str]:
-        """Returns the names of the tables of parts, see `part_file`."""
-        return frozenset(name for name in self.names() if name.startswith("part-") and name.endswith(".parquet"))
+    def missing(
+        self, units: Sequence[Unit], files: Callable[[Any], Iterable[str]] = lambda unit: [unit.file]
+    ) -> list[Unit]:
+        """Returns the units that lack one of their files, and prints how many are finished."""
+        names = self.names()
+        missing = [unit for unit in units if not names.issuperset(files(unit))]
+        print(f"{len(units)} units, {len(units) - len(missing)} of them finished before; {self.directory}")
+        return missing
 
     def write(self, files: Mapping[str, bytes | Mapping[str, Any]]) -> None:
         """Write the files of a finished unit in their order; a mapping becomes JSON."""
@@ -135,6 +138,11 @@ def settings_digest(settings: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
+def unit_key(content: Any) -> str:
+    """Returns a hash, as 24 hex digits, of the JSON value that decides what is in the file of a unit, for its name."""
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=12).hexdigest()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     """What a model made of an item."""
@@ -153,71 +161,6 @@ Reader: TypeAlias = Callable[[Unit], Iterable[Any]]
 """Yields the items of a unit."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Outcome:
-    failed: dict[str, str] = field(default_factory=dict)
-    """Title → reason for every unit that failed."""
-    num_cases: int = 0
-    values: dict[int, list[Any]] = field(default_factory=dict)
-    """Place of a unit → what the model sent of its items."""
-
-    def check(self) -> None:
-        if self.failed:
-            raise ScoringFailedError(self.failed)
-
-
-def map_units(
-    units: Sequence[Unit],
-    model: Model,
-    pool: PoolSection,
-    store: UnitStore | None = None,
-    *,
-    read: Reader[Unit] | None = None,
-    title: Callable[[Unit], str] = attrgetter("title"),
-    noun: str = "",
-    say: Callable[[str], None] = print,
-) -> Outcome:
-    """Do the work on all units, in order, and say a line of progress for every item; Ray is started if needed.
-
-    `title` names a unit in messages, and `noun` what the cases of an item are called, in the plural; empty: they are not
-    shown. The other functions run in other processes, so they are pickled together with what they hold. A unit that fails
-    does not stop the others, unless `_MAX_FAILURES_IN_A_ROW` items failed one after another. Requests to object stores that
-    were repeated are said, at most once a minute and at the end. A store must be reachable from all machines.
-    """
-    outcome = Outcome()
-    if not units:
-        return outcome
-    start_ray()
-    check_pool(pool, reads=read is not None)
-    if store is not None:
-        create_directory(store.directory)
-    progress = _Progress([title(unit) for unit in units], noun, outcome, say)
-    with closing(run_rows(units, model, read, pool, store)) as rows, closing(RetryLog(say)) as retries:
-        for row in rows:
-            RETRIES.add(row.num_retries)
-            retries.add(RETRIES.take())
-            progress.add(row)
-            if progress.num_in_a_row == _MAX_FAILURES_IN_A_ROW and progress.num_done < len(units):
-                left = len(units) - progress.num_done
-                say(f"{progress.num_in_a_row} failures one after another: the {left} units left are not tried")
-                return outcome
-    progress.name_lost()
-    if store is not None:
-        progress.name_unseen(store)
-    return outcome
-
-
-def check_pool(pool: PoolSection, *, reads: bool) -> None:
-    """Check that the cluster is large enough for a pool, and for a reader if units are read beside it (ValueError)."""
-    check_resources(
-        num_workers=pool.num_workers,
-        cpus_per_worker=pool.cpus_per_worker,
-        use_gpu=pool.use_gpu,
-        gpus_per_worker=pool.num_gpus,
-        data_cpus=READ_CPUS if reads else 0.0,
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
     """An item on its way, or the end of a unit that was read; a row of the data set."""
@@ -234,18 +177,29 @@ class _Row:
         return {"item": np.array([self], dtype=object)}
 
 
-class _Progress:
-    """Adds up the rows of a map, and says a line for every item."""
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """Adds up the rows of a map, and prints a line for every item."""
 
-    def __init__(self, titles: Sequence[str], noun: str, outcome: Outcome, say: Callable[[str], None]) -> None:
-        self._titles, self._noun, self._outcome, self._say = titles, noun, outcome, say
-        self._started = time.monotonic()
-        self._num_items: dict[int, int] = {}  # of every unit that was read to its end
-        self._num_returned = Counter[int]()
-        self._failed: set[int] = set()
-        self._files: dict[int, set[str]] = {}  # that the workers have written of every unit
-        self.num_done = 0  # units of which every item is back
-        self.num_in_a_row = 0  # failures since the last success
+    titles: Sequence[str]
+    noun: str
+    failed: dict[str, str] = field(default_factory=dict)
+    """Title → reason for every unit that failed."""
+    num_cases: int = 0
+    values: dict[int, list[Any]] = field(default_factory=dict)
+    """Place of a unit → what the model sent of its items."""
+    num_done: int = 0
+    """Number of units of which every item is back."""
+    num_in_a_row: int = 0
+    """Number of failures since the last success."""
+    _started: float = field(default_factory=time.monotonic)
+    _num_items: dict[int, int] = field(default_factory=dict)  # of every unit that was read to its end
+    _num_returned: Counter[int] = field(default_factory=Counter)
+    _files: dict[int, set[str]] = field(default_factory=dict)  # that the workers have written of every unit
+
+    def check(self) -> None:
+        if self.failed:
+            raise ScoringFailedError(self.failed)
 
     def add(self, row: _Row) -> None:
         """Add a row that has passed the pool."""
@@ -253,37 +207,34 @@ class _Progress:
             self._num_items[row.unit] = row.num_items
         self._num_returned[row.unit] += row.item is not None
         self.num_done += self._is_done(row.unit)
-        total = len(self._titles)
-        progress = f"{self.num_done:>{len(str(total))}}/{total}"
+        total = len(self.titles)
+        progress = f"{self.num_done:>{len(str(total))}}/{total}  "
         if row.error:
             self.num_in_a_row += 1
-            self._fail(row.unit, row.error, f"{progress}  ")
+            self._fail(row.unit, row.error, progress)
         elif row.finished is not None:
             self.num_in_a_row = 0
-            self._outcome.num_cases += row.finished.num_cases
+            number = row.finished.num_cases
+            self.num_cases += number
             self._files.setdefault(row.unit, set()).update(row.finished.files)
-            self._outcome.values.setdefault(row.unit, []).append(row.finished.value)
-            parts = [progress, self._titles[row.unit]]
-            if self._noun:
-                number = row.finished.num_cases
-                parts.append(f"{number:,} {self._noun}, {number / max(row.seconds, 1e-9):,.0f} {self._noun}/s")
-            parts.append(f"{row.seconds:.1f} s")
+            self.values.setdefault(row.unit, []).append(row.finished.value)
+            rate = (
+                f"{number:,} {self.noun}, {number / max(row.seconds, 1e-9):,.0f} {self.noun}/s  " if self.noun else ""
+            )
+            line = f"{progress}{self.titles[row.unit]}  {rate}{row.seconds:.1f} s"
             if self.num_done:
                 left = (time.monotonic() - self._started) / self.num_done * (total - self.num_done)
-                parts.append(f"{clock(left)} left")
-            self._say("  ".join(parts))
+                line += f"  {clock(left)} left"
+            print(line)
 
-    def name_lost(self) -> None:
-        """Record the units whose rows did not come back as failed."""
-        for number in range(len(self._titles)):
-            if not self._is_done(number) and number not in self._failed:
+    def name_lost(self, store: UnitStore | None) -> None:
+        """Record units as failed whose rows did not come back, or whose files this machine does not see."""
+        for number, title in enumerate(self.titles):
+            if not self._is_done(number) and title not in self.failed:
                 self._fail(number, f"its worker died {1 + _NUM_RETRIES} times")
-
-    def name_unseen(self, store: UnitStore) -> None:
-        """Record the units as failed whose files this machine does not see: it would take them for unfinished."""
-        seen = store.names()
+        seen = store.names() if store is not None else frozenset()
         for number, files in self._files.items():
-            if not files <= seen:
+            if store is not None and not files <= seen:
                 where = f"a worker wrote it where this machine sees nothing: {store.directory} must be shared"
                 self._fail(number, where)
 
@@ -291,9 +242,55 @@ class _Progress:
         return self._num_returned[unit] == self._num_items.get(unit)
 
     def _fail(self, number: int, reason: str, progress: str = "") -> None:
-        self._failed.add(number)
-        self._outcome.failed[self._titles[number]] = reason
-        self._say(f"{progress}FAILED  {self._titles[number]}: {reason}")
+        self.failed[self.titles[number]] = reason
+        print(f"{progress}FAILED  {self.titles[number]}: {reason}")
+
+
+def map_units(
+    units: Sequence[Unit],
+    model: Model,
+    pool: PoolSection,
+    store: UnitStore | None = None,
+    *,
+    read: Reader[Unit] | None = None,
+    title: Callable[[Unit], str] = attrgetter("title"),
+    noun: str = "",
+) -> Outcome:
+    """Do the work on all units, in order, and print a line of progress for every item; Ray is started if needed.
+
+    `title` names a unit in messages, and `noun` what the cases of an item are called; empty: they are not shown. `model` and
+    `read` are pickled together with what they hold. A unit that fails does not stop the others, unless many items failed one
+    after another. A store must be reachable from all machines.
+    """
+    outcome = Outcome(titles=[title(unit) for unit in units], noun=noun)
+    if not units:
+        return outcome
+    start_ray()
+    check_pool(pool, reads=read is not None)
+    if store is not None:
+        create_directory(store.directory)
+    with closing(run_rows(units, model, read, pool, store)) as rows, closing(RetryLog(print)) as retries:
+        for row in rows:
+            RETRIES.add(row.num_retries)
+            retries.add(RETRIES.take())
+            outcome.add(row)
+            if outcome.num_in_a_row == _MAX_FAILURES_IN_A_ROW and outcome.num_done < len(units):
+                left = len(units) - outcome.num_done
+                print(f"{outcome.num_in_a_row} failures one after another: the {left} units left are not tried")
+                return outcome
+    outcome.name_lost(store)
+    return outcome
+
+
+def check_pool(pool: PoolSection, *, reads: bool) -> None:
+    """Check that the cluster is large enough for a pool, and for a reader if units are read beside it (ValueError)."""
+    check_resources(
+        num_workers=pool.num_workers,
+        cpus_per_worker=pool.cpus_per_worker,
+        use_gpu=pool.use_gpu,
+        gpus_per_worker=pool.num_gpus,
+        data_cpus=READ_CPUS if reads else 0.0,
+    )
 
 
 def run_rows(
@@ -391,36 +388,28 @@ Spec = TypeVar("Spec", bound=ModelSpec)
 Loaded = TypeVar("Loaded")
 
 
-class LoadedModel(Generic[Spec, Loaded]):
-    """The model that a worker used last; it is freed before another one is loaded."""
+def holding_one(load: Callable[[Spec], Loaded]) -> Callable[[Spec], Loaded]:
+    """Wraps a function that loads models: it keeps the last one, and frees it before it loads another."""
+    held: dict[Spec, Loaded] = {}
 
-    def __init__(self, load: Callable[[Spec], Loaded]) -> None:
-        self._load = load
-        self._spec: Spec | None = None
-        self._model: Loaded | None = None
+    def get(spec: Spec) -> Loaded:
+        if spec not in held:
+            held.clear()
+            held[spec] = load(spec)
+        return held[spec]
 
-    def get(self, spec: Spec) -> Loaded:
-        if self._model is None or self._spec != spec:
-            self._model = None
-            self._model, self._spec = self._load(spec), spec
-        return self._model
+    return get
 
 
 def model_labels(paths: Sequence[str]) -> list[str]:
-    """Returns a short, distinct label for every model path.
+    """Returns a short, distinct label for every model path: of `<run>/export` the name of the run, of others the last part.
 
-    The label of `<run>/export` is the name of the run, and that of any other path is its last part. Models that would
-    share a short name are labelled with their whole path. If the same path occurs several times, its labels are
-    numbered.
+    It is the whole path if another model has the same; a path that occurs several times has numbered labels.
     """
     parts = [[part for part in path.split("/") if part] for path in paths]
     short = [names[-2] if names[-1] == "export" and len(names) > 1 else names[-1] for names in parts]
-    counts = Counter(short)
-    labels = [name if counts[name] == 1 else path for name, path in zip(short, paths, strict=True)]
-    seen = Counter(labels)
-    numbered = Counter[str]()
-    for index, label in enumerate(labels):
-        if seen[label] > 1:  # the same path more than once: one model with several TempNets
-            numbered[label] += 1
-            labels[index] = f"{label} ({numbered[label]})"
-    return labels
+    labels = [name if short.count(name) == 1 else path for name, path in zip(short, paths, strict=True)]
+    return [
+        f"{label} ({labels[: place + 1].count(label)})" if labels.count(label) > 1 else label
+        for place, label in enumerate(labels)
+    ]

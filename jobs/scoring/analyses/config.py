@@ -4,26 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
 from jobs.engine.config import TrackingSection
 from jobs.engine.fields import find_duplicate
-from jobs.scoring.config import LanguageModelPool, OutputConfig, PoolSection, check_least, check_named, check_share
-
-_NEEDED = {
-    "model": "a directory",
-    "data": "a file or directory",
-    "text": "a file or directory",
-    "runs": "at least one run",
-    "models": "at least one model",
-    "wikitext": "a text file",
-    "tau_max": "at least two values",
-    "sweep": "the directory of a sweep",
-    "images": "a directory or an archive",
-    "label": "a field of the JSON files beside the images",
-}
-"""Field → what it must name, for the fields that may not be empty."""
+from jobs.scoring.config import LanguageModelPool, OutputConfig, PoolSection, check_least, check_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +20,6 @@ class Analysis(OutputConfig):
 
     def __post_init__(self) -> None:
         OutputConfig.__post_init__(self)
-        check_named(self, **{item.name: _NEEDED[item.name] for item in fields(self) if item.name in _NEEDED})
         for name in ("runs", "models"):  # one that counted twice would narrow the interval over seeds
             if again := find_duplicate(path.rstrip("/") for path in getattr(self, name, ())):
                 raise ValueError(f"{name} names {again!r} twice")

@@ -8,57 +8,61 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jobs.engine.config import TrackingSection
 from jobs.engine.report import markdown_table, picture
 from jobs.engine.tracking import resolve_uri
-from jobs.scoring.analyses.config import Openness, TauMax
+from jobs.scoring.analyses.config import Analysis, Openness, TauMax
 from jobs.scoring.results import publish_findings
 from jobs.scoring.units import absolute_output
 from pipelines.storage import join, read_json
 from tempnet.intervals import Interval, mean_interval
 
+Points = Mapping[float, Mapping[str, Interval]]
+"""Value of the quantity, rising → name of each figure → the figure."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curves:
-    """Some figures, each at all values of a quantity."""
 
-    quantity: str
-    points: Mapping[float, Mapping[str, Interval]]
-    """Value of the quantity, rising → name of each figure → the figure."""
+def publish_curves(
+    config: Analysis,
+    title: str,
+    quantity: str,
+    points: Points,
+    *,
+    values: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    is_logarithmic: bool = False,
+    **others: Any,
+) -> None:
+    """Publish figures at all values of a quantity, with other values; for the other arguments see `publish_findings`."""
+    names = list(next(iter(points.values())))
 
-    def of(self, figure: str) -> list[Interval]:
-        return [row[figure] for row in self.points.values()]
-
-    def values(self) -> dict[str, Any]:
-        points = [
-            {self.quantity: x, **{name: point.as_json() for name, point in row.items()}}
-            for x, row in self.points.items()
-        ]
-        return {"quantity": self.quantity, "points": points}
-
-    def table(self) -> str:
-        rows = [[f"{x:g}", *map(show, row.values())] for x, row in self.points.items()]
-        return markdown_table([[self.quantity, *next(iter(self.points.values()))], *rows])
-
-    def plot(self, title: str, path: Path, *, is_logarithmic: bool = False) -> None:
-        names = list(next(iter(self.points.values())))
-        size = (7, 0.8 + 2.2 * len(names))
-        with picture(path, len(names), figsize=size, sharex=True, title=title) as rows:
+    def plot(path: Path) -> None:
+        with picture(path, len(names), figsize=(7, 0.8 + 2.2 * len(names)), sharex=True, title=title) as rows:
             for axes, name in zip(rows[:, 0], names, strict=True):
-                halves = [0.0 if math.isnan(half) else half for _, half in self.of(name)]
-                axes.errorbar(
-                    list(self.points), [mean for mean, _ in self.of(name)], yerr=halves, marker="o", capsize=3
-                )
+                means, halves = np.array([row[name] for row in points.values()]).T
+                axes.errorbar(list(points), means, yerr=np.nan_to_num(halves), marker="o", capsize=3)
                 axes.set_ylabel(name)
                 axes.grid(alpha=0.3)
             if is_logarithmic:
                 rows[-1, 0].set_xscale("log")
-            rows[-1, 0].set_xlabel(self.quantity)
+            rows[-1, 0].set_xlabel(quantity)
+
+    json = [{quantity: x, **{name: point.as_json() for name, point in row.items()}} for x, row in points.items()]
+    publish_findings(
+        config,
+        title,
+        values={"quantity": quantity, "points": json, **values},
+        table=markdown_table(
+            [[quantity, *names], *([f"{x:g}", *map(show, row.values())] for x, row in points.items())]
+        ),
+        plot=plot,
+        settings={"analysis": title, **settings},
+        **others,
+    )
 
 
 def show(point: Interval) -> str:
@@ -78,8 +82,8 @@ _OPENNESS_FIGURES = {
 }
 
 
-def analyse_openness(config: Openness) -> Curves:
-    """Run the analysis, which reads what the runs have left in their directories, and return the curves."""
+def analyse_openness(config: Openness) -> Points:
+    """Run the analysis, which reads what the runs have left in their directories, and return the figures over the step."""
     uri = resolve_uri(config.tracking, config.run.resolved_storage)
     outcomes = {run: _read_outcome(run) for run in config.runs}
     scores = {run: {row["step"]: row["scores"] for row in outcome["validations"]} for run, outcome in outcomes.items()}
@@ -91,26 +95,24 @@ def analyse_openness(config: Openness) -> Curves:
                 "than their seed"
             )
     rows = {step: average([of_run[step] for of_run in scores.values()], _OPENNESS_FIGURES) for step in steps}
-    curves = Curves(quantity="step", points=rows)
-    found = curves.of(_OPENNESS_FIGURES["tau_entropy_spearman"])
-    title = "τ and the openness of a context along the training"
-    publish_findings(
+    first, last = (rows[step][_OPENNESS_FIGURES["tau_entropy_spearman"]] for step in (steps[0], steps[-1]))
+    publish_curves(
         config,
-        title,
+        "τ and the openness of a context along the training",
+        "step",
+        rows,
         uri=uri,
-        values={**curves.values(), "num_runs": len(scores)},
-        table=curves.table(),
+        values={"num_runs": len(scores)},
         conclusion=(
-            f"Spearman(τ, entropy) is {show(found[0])} at step {steps[0]:g} and {show(found[-1])} at step {steps[-1]:g}; "
+            f"Spearman(τ, entropy) is {show(first)} at step {steps[0]:g} and {show(last)} at step {steps[-1]:g}; "
             f"{len(scores)} runs"
         ),
-        plot=partial(curves.plot, title),
         plot_file="training.png",
-        metrics={"spearman": found[-1].mean},
-        settings={"analysis": title, "runs": {run: outcome["mlflow_run_id"] for run, outcome in outcomes.items()}},
+        metrics={"spearman": last.mean},
+        settings={"runs": {run: outcome["mlflow_run_id"] for run, outcome in outcomes.items()}},
         source=config.runs[0],
     )
-    return curves
+    return rows
 
 
 def _read_outcome(run: str) -> Mapping[str, Any]:
@@ -122,11 +124,8 @@ def _read_outcome(run: str) -> Mapping[str, Any]:
     return outcome
 
 
-_TAU_MAX_FIGURES = {"wikitext/word_perplexity": "word perplexity", "wikitext/tau_mean": "mean τ"}
-
-
-def analyse_tau_max(config: TauMax) -> Curves:
-    """Run or continue the analysis, and return the curves: means over the models."""
+def analyse_tau_max(config: TauMax) -> Points:
+    """Run or continue the analysis, and return the figures over τ_max: means over the models."""
     from jobs.scoring.language_models.config import EvaluateConfig, Temperature
     from jobs.scoring.language_models.evaluate import evaluate
 
@@ -142,31 +141,36 @@ def analyse_tau_max(config: TauMax) -> Curves:
         tracking=TrackingSection(enabled=False),
     )
     results = evaluate(evaluation)
-    columns = results.columns
 
-    def metrics_at(name: str) -> list[dict[str, float]]:
-        return [column.metrics for column in columns if column.parameters["temperature"] == name]
+    def averages(temperature: str, **figures: str) -> dict[str, Interval]:
+        columns = [column for column in results.columns if column.parameters["temperature"] == temperature]
+        titles = {f"wikitext/{name}": title for name, title in figures.items()}
+        return average([column.metrics for column in columns], titles)
 
-    rows = {value: average(metrics_at(name), _TAU_MAX_FIGURES) for value, name in names.items()}
-    at_one = average(metrics_at("one"), {"wikitext/word_perplexity": "word perplexity"})["word perplexity"]
+    figures = {"word_perplexity": "word perplexity", "tau_mean": "mean τ"}
+    rows = {value: averages(name, **figures) for value, name in names.items()}
+    at_one = averages("one", word_perplexity="word perplexity")["word perplexity"]
     best = min(rows, key=lambda value: rows[value]["word perplexity"].mean)
-    curves, title = Curves(quantity="τ_max", points=rows), "perplexity over τ_max at inference"
-    settings = {"models": list(config.models), "text": config.wikitext, "τ_max": list(config.tau_max)}
-    settings["figures"] = results.identity  # other weights or another text at the same paths are another run in MLflow
-    publish_findings(
+    lowest, mean_tau = (rows[best][name] for name in ("word perplexity", "mean τ"))
+    publish_curves(
         config,
-        title,
+        "perplexity over τ_max at inference",
+        "τ_max",
+        rows,
         uri=uri,
-        values={**curves.values(), "num_models": len(config.models), "word perplexity at τ = 1": at_one.mean},
-        table=curves.table(),
+        values={"num_models": len(config.models), "word perplexity at τ = 1": at_one.mean},
         conclusion=(
-            f"lowest word perplexity {show(rows[best]['word perplexity'])} at τ_max = {best:g}, where the mean τ is "
-            f"{show(rows[best]['mean τ'])}; {show(at_one)} at τ = 1; {len(config.models)} models"
+            f"lowest word perplexity {show(lowest)} at τ_max = {best:g}, where the mean τ is {show(mean_tau)}; "
+            f"{show(at_one)} at τ = 1; {len(config.models)} models"
         ),
-        plot=partial(curves.plot, title),
         plot_file="tau_max.png",
-        metrics={"word_perplexity": rows[best]["word perplexity"].mean, "tau_max": best},
-        settings={"analysis": title, **settings},
+        metrics={"word_perplexity": lowest.mean, "tau_max": best},
+        settings={
+            "models": list(config.models),
+            "text": config.wikitext,
+            "τ_max": list(config.tau_max),
+            "figures": results.identity,  # other weights or another text at the same paths are another run in MLflow
+        },
         source=config.wikitext,
     )
-    return curves
+    return rows

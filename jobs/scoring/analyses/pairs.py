@@ -19,7 +19,7 @@ from pyarrow.fs import FileSelector, FileType
 from jobs.engine.report import markdown_table, picture
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.analyses.config import Noise, PairAnalysis, Phase
-from jobs.scoring.analyses.curves import Curves, show
+from jobs.scoring.analyses.curves import Points, publish_curves, show
 from jobs.scoring.results import publish_findings
 from jobs.scoring.temperatures.config import PredictPairTemperaturesConfig
 from jobs.scoring.temperatures.pairs import (
@@ -28,13 +28,13 @@ from jobs.scoring.temperatures.pairs import (
     correlate,
     labelled_temperatures,
     match_numbers,
+    numbers_of,
     predict_pairs,
     resolve_settings,
 )
-from jobs.scoring.units import UnitStore, absolute_output
-from pipelines.images.archives import list_image_archives
+from jobs.scoring.units import absolute_output
 from pipelines.images.captions import CaptionNoise
-from pipelines.images.temperature_table import read_numbers, read_table
+from pipelines.images.temperature_table import read_table
 from pipelines.storage import join, read_json, resolve
 from tempnet.intervals import Interval, difference_interval, mean_interval
 
@@ -44,15 +44,14 @@ def _prediction_settings(config: PairAnalysis, model: str) -> PairPredictionSett
     names = ("images", "output", "batch_size", "workers")
     options = {name: getattr(config, name) for name in names}
     settings = resolve_settings(PredictPairTemperaturesConfig(model=model, **options))
-    next(read_numbers(settings.images.source, list_image_archives(settings.images.source), config.label))
+    next(numbers_of(settings.images.source, config.label))
     return settings
 
 
-def analyse_phase(config: Phase) -> Curves:
+def analyse_phase(config: Phase) -> Points:
     """Run or continue the analysis: every trial of the sweep predicts the temperatures of all pairs.
 
-    Where trials have the same ρ, shown are means over them with intervals over trials; otherwise the interval is that over
-    samples.
+    Shown are means over trials of the same ρ with intervals over trials; of a single trial, the interval over samples.
     """
     uri = resolve_uri(config.tracking, config.run.resolved_storage)
     trials = _find_trials(config.sweep)
@@ -60,8 +59,7 @@ def analyse_phase(config: Phase) -> Curves:
     found: dict[float, list[Mapping[str, Interval]]] = {rho: [] for rho in sorted({t["rho"] for t in trials.values()})}
     for name, of_trial in settings.items():
         output = join(absolute_output(config.output), name)
-        UnitStore(output).claim(of_trial.record())
-        predict_pairs(of_trial, output, config.workers)
+        predict_pairs(of_trial, output)
         samples = labelled_temperatures(read_table(output, ["key", *MODALITIES]), of_trial.images.source, config.label)
         found[trials[name]["rho"]].append(correlate(samples, config.label))
     figures = {noun: f"Spearman(τ of {noun}, {config.label})" for noun in MODALITIES.values()}
@@ -69,26 +67,26 @@ def analyse_phase(config: Phase) -> Curves:
         rho: {name: _combine([row[noun] for row in rows]) for noun, name in figures.items()}
         for rho, rows in found.items()
     }
-    curves, low, high = Curves(quantity="ρ", points=points), min(points), max(points)
+    low, high = min(points), max(points)
     conclusion = "; ".join(
         f"{name} is {show(points[low][name])} at ρ = {low:g} and {show(points[high][name])} at ρ = {high:g}"
         for name in figures.values()
     )
-    title = f"τ and {config.label} over ρ"
-    publish_findings(
+    publish_curves(
         config,
-        title,
+        f"τ and {config.label} over ρ",
+        "ρ",
+        points,
         uri=uri,
-        values={**curves.values(), "num_trials": len(trials)},
-        table=curves.table(),
+        values={"num_trials": len(trials)},
         conclusion=f"{conclusion}; {len(trials)} trials",
-        plot=partial(curves.plot, title, is_logarithmic=low > 0),
         plot_file="phase.png",
+        is_logarithmic=low > 0,
         metrics={f"spearman_{noun}": points[high][name].mean for noun, name in figures.items()},
-        settings={"analysis": title, **{name: of_trial.record() for name, of_trial in settings.items()}},
+        settings={name: of_trial.record() for name, of_trial in settings.items()},
         source=config.images,
     )
-    return curves
+    return points
 
 
 def _find_trials(sweep: str) -> dict[str, Mapping[str, Any]]:
@@ -128,8 +126,7 @@ def analyse_noise(config: Noise) -> dict[str, Any]:
     noise = CaptionNoise(share=config.share, seed=config.seed)
     settings = replace(_prediction_settings(config, config.model), noise=noise)
     temperatures = join(absolute_output(config.output), "temperatures")
-    UnitStore(temperatures).claim(settings.record())
-    predict_pairs(settings, temperatures, config.workers)
+    predict_pairs(settings, temperatures)
     table = read_table(temperatures, ["id", "key", *MODALITIES])
     numbers = match_numbers(table["key"].to_pylist(), settings.images.source, config.label)
     groups = group_pairs(table["id"].to_numpy(), numbers, noise)
@@ -174,9 +171,8 @@ def _mean(tau: np.ndarray, chosen: np.ndarray, image: np.ndarray) -> Interval:
 def figures(groups: Groups, tau: Mapping[str, np.ndarray], image: np.ndarray) -> dict[str, Any]:
     """Return the mean τ of every group, and the difference between noisy and clean pairs, with 95 % half-widths.
 
-    `tau` holds, for images and for captions, τ (n,) of every pair; `image` (n,) is the number of its image. Pairs of one
-    image are not independent, so that a mean has the interval over images. The noise is drawn for each pair by itself,
-    whatever its image is, and so the interval of the difference is that over pairs.
+    `tau` holds τ (n,) of every pair, for images and for captions; `image` (n,) is the number of its image. Pairs of one image
+    are not independent, so that a mean has the interval over images; the noise is, so that a difference has that over pairs.
     """
     rows = [
         {

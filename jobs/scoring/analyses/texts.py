@@ -13,14 +13,12 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from pyarrow.fs import FileType
 
@@ -33,6 +31,7 @@ from jobs.scoring.temperatures.texts import model_settings, predict_archives
 from jobs.scoring.text_parts import list_sources
 from jobs.scoring.units import UnitStore, absolute_output, settings_digest
 from pipelines.archives import ArchiveFormat, list_archives
+from pipelines.images.temperature_table import read_table
 from pipelines.lines import decode
 from pipelines.storage import join, read_bytes, relative, resolve, write_bytes
 from tempnet.intervals import mean_interval, spearman_interval
@@ -109,10 +108,7 @@ def read_instructions(data: str, num_verbs: int) -> Records:
 
 
 def first_verb(instruction: str) -> str:
-    """Return the first word of an instruction in lower case if it can be a verb, else an empty text.
-
-    Words that begin a question or a noun phrase are no verbs; polite phrases before the verb do not count.
-    """
+    """Return the first word of an instruction in lower case, without polite phrases; empty if it can be no verb."""
     match = re.match(r"[A-Za-z]+", _POLITE.sub("", instruction.strip()))
     word = match.group().lower() if match else ""
     return "" if word in _NO_VERBS else word
@@ -175,12 +171,11 @@ def analyse(config: TextAnalysis, records: Records, title: str) -> dict[str, Any
         PredictTemperaturesConfig(text=join(output, "records.jsonl"), with_entropy=False, **options)
     )
     lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text, _ in records.records)
-    record = settings.record([]) | {"analysis": title, "records": settings_digest({"lines": lines})}
+    record = settings.record() | {"analysis": title, "records": settings_digest({"lines": lines})}
     temperatures = join(output, "temperatures")
     UnitStore(temperatures).claim(record)
     write_bytes(settings.config.text, lines.encode())
-    archives = list_sources(settings.config.text)
-    predict_archives(settings, archives, temperatures, config.workers, max_bad_share=config.max_bad_share)
+    predict_archives(replace(settings, archives=list_sources(settings.config.text)), temperatures)
     means = read_means(temperatures)
     groups = [records.records[number][1] for number in sorted(means)]
     values = figures(records, groups, np.array([means[number] for number in sorted(means)]))
@@ -205,12 +200,7 @@ def analyse(config: TextAnalysis, records: Records, title: str) -> dict[str, Any
 
 def read_means(output: str) -> dict[int, float]:
     """Return number of the record → mean τ of its tokens, from the tables of a prediction; empty records are absent."""
-    filesystem, path = resolve(output)
-    tables = [
-        pq.read_table(f"{path}/{name}", filesystem=filesystem, columns=["key", "tau_mean"])
-        for name in UnitStore(output).parts()
-    ]
-    columns = pa.concat_tables(tables).to_pydict()
+    columns = read_table(output, ["key", "tau_mean"]).to_pydict()
     pairs = zip(columns["key"], columns["tau_mean"], strict=True)
     return {int(key.rpartition(":")[2]): tau for key, tau in pairs if tau is not None and math.isfinite(tau)}
 

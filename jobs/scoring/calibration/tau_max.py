@@ -12,6 +12,7 @@ from transformers import BatchEncoding
 
 from jobs.engine.export import open_export
 from jobs.scoring.calibration.config import TauMax
+from jobs.tasks.base import naming_field
 from pipelines.lines import decode, lines_of
 from pipelines.local_copy import check_source, local_copy
 from pipelines.storage import join
@@ -76,8 +77,8 @@ def calibrate_tau_max(job: TauMax) -> None:
 def search_tau_max(job: TauMax, network: TempNet, temperatures_of_texts: Callable[[int], list[Tensor]]) -> float:
     """Set the network's `tau_max_eval` so that the mean τ over generated text is `job.mean_tau`, and print each round.
 
-    Every round generates texts and updates τ_max by a step that would be exact if the contexts stayed the same. Rounds
-    are repeated until the standard error of the mean τ is at most `job.tolerance`.
+    A round generates texts and updates τ_max by a step that would be exact if the contexts stayed the same, until the
+    standard error of the mean τ is at most `job.tolerance`.
     """
     print(f"{'round':>6}{'τ_max':>10}{'mean τ':>10}{'pooled: next τ_max':>22}{'± mean τ':>12}")
     shares: list[Tensor] = []
@@ -106,22 +107,17 @@ def _copy_inputs(job: TauMax) -> dict[str, str]:
     """Return the local paths of the model, the TempNet and the prompts, by field; those at URIs are copied first."""
     places = {}
     for field in ("model", "tempnet", "prompts"):
-        try:
+        with naming_field(f"{field} = "):
             places[field] = local_copy(getattr(job, field))
             if field != "prompts":
                 check_source(places[field] or ".")
-        except ValueError as error:
-            raise ValueError(f"{field} = {error}") from error
     if not Path(places["prompts"]).exists():
         raise FileNotFoundError(f"prompts = {job.prompts!r} is missing: there is no such file")
     return places
 
 
 def _tokenize(job: TauMax, prompts: list[str], tokenizer: Any, num_positions: int | None) -> list[BatchEncoding]:
-    """Return the prompts as batches of tokens; each begins as a document does in training.
-
-    Prompts are truncated to leave room for the generated tokens, which are all that the mean τ is taken over.
-    """
+    """Return the prompts, cut to leave room for the generated tokens, as batches; each begins as a document in training."""
     room = None if num_positions is None else num_positions - job.num_new_tokens
     if room is not None and room < 1:
         raise ValueError(f"num_new_tokens = {job.num_new_tokens} leaves no room in the model's context")

@@ -1,35 +1,42 @@
-"""Dual encoders to be scored, the pairs that they read, and their embeddings: units → decoding → a pool → one file per unit.
+"""Dual encoders to be scored, the pairs that they read, and their embeddings, one file per unit.
 
-The name of a file is a hash of everything that decides its content. It leaves out the batch size, the workers and the
-device, which affect only the last digits.
+A file is named by a hash of what decides its content but the batch size, the workers and the device, which affect only the
+last digits.
 
 Shapes: n samples, S side of the image, d size of the embedding.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import safetensors.numpy
 import torch
 
+from jobs.engine.cluster import start_ray
 from jobs.engine.fields import absolute_path
-from jobs.scoring.config import PoolSection
 from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.temperatures.config import PredictPairTemperaturesConfig
-from jobs.scoring.units import Finished, LoadedModel, ModelSpec, UnitStore, map_units, model_labels
+from jobs.scoring.units import (
+    Finished,
+    ModelSpec,
+    UnitStore,
+    check_pool,
+    holding_one,
+    map_units,
+    model_labels,
+    unit_key,
+)
 from jobs.tasks.base import naming_field
 from pipelines.archives import resolve_source
 from pipelines.images.captions import CaptionEncoder
 from pipelines.images.pairs import PairSource
-from pipelines.images.prepare import PrepareImagesConfig, check_source
+from pipelines.images.prepare import PrepareImagesConfig, check_source, describe, prepare_images
 from pipelines.local_copy import is_directory, local_copy
 from pipelines.storage import compute_digest, join, relative
 from pipelines.text.tokenization import load_tokenizer
@@ -48,31 +55,26 @@ class DualEncoderSpec(ModelSpec):
     """Side of the images in pixels."""
     num_text_tokens: int
     """Maximum number of tokens of a text; longer texts are cut."""
+    embedding_size: int
     vocab_size: int
 
     @classmethod
     def read(cls, label: str, path: str, *, field: str = "models") -> DualEncoderSpec:
         """Returns the description of a dual encoder, which is loaded once to check that it can be."""
-        try:
-            place = Path(local_copy(path))
-        except ValueError as error:
-            raise ValueError(f"{field}: {error}") from error
-        if not place.exists():
-            raise ValueError(f"{field}: {path!r} is missing: there is no such directory")
-        if not place.is_dir():
-            raise ValueError(f"{field}: {path!r} is no directory with a dual encoder or a Transformers CLIPModel")
         with naming_field(f"{field}: "):
+            place = Path(local_copy(path))
+            if not place.is_dir():
+                raise ValueError(f"{path!r} is missing: there is no such directory")
             model = DualEncoder.from_pretrained(place)
         tokens: Any = model.text_encoder.get_input_embeddings()
         parts = [place, place / IMAGE_ENCODER_DIRECTORY, place / TEXT_ENCODER_DIRECTORY]
         return cls(
             label=label,
             path=absolute_path(path),
-            digest=files_digest(
-                file for part in parts if part.is_dir() for file in sorted(part.iterdir()) if file.is_file()
-            ),
+            digest=files_digest(file for part in parts for file in sorted(part.glob("*")) if file.is_file()),
             image_size=model.config.image_size,
             num_text_tokens=model.config.num_text_tokens,
+            embedding_size=model.config.embedding_size,
             vocab_size=tokens.num_embeddings,
         )
 
@@ -105,10 +107,7 @@ class Encoder:
 
     @torch.inference_mode()
     def texts(self, texts: Sequence[str]) -> np.ndarray:
-        """Encode n texts into unit rows (n, d), float32.
-
-        Texts of similar length are batched together, and padding that no text of a batch needs is removed.
-        """
+        """Encode n texts into unit rows (n, d), float32; those of similar length share a batch, without needless padding."""
         tokens = {name: torch.from_numpy(array) for name, array in self._captions.encode(texts).items()}
         rows = torch.empty(len(texts), self._model.config.embedding_size)
         for indices in tokens["attention_mask"].sum(1).argsort(stable=True).split(self._batch_size):
@@ -137,28 +136,11 @@ def caption_encoder(spec: DualEncoderSpec, *, field: str = "models") -> CaptionE
     return CaptionEncoder(tokenizer=tokenizer, num_text_tokens=spec.num_text_tokens)
 
 
-def resolve_pairs(config: PredictPairTemperaturesConfig | Headroom) -> tuple[PrepareImagesConfig, DualEncoderSpec]:
-    """Returns how the pairs of a configuration are prepared, and its model."""
-    images = PrepareImagesConfig(
-        source=absolute_path(config.images),
-        captions=absolute_path(config.captions),
-        splits=config.splits,
-        max_bad_share=config.max_bad_share,
-        key_dot=config.key_dot,
-    )
-    with naming_field("images: "):
-        check_source(images)
-    (label,) = model_labels([config.model])
-    model = DualEncoderSpec.read(label, config.model, field="model")
-    caption_encoder(model, field="model")
-    return images, model
-
-
 def pairs_record(images: PrepareImagesConfig) -> dict[str, Any]:
     """Returns the archives of a source of pairs and their captions, without locations and the tolerated problems.
 
-    The contents of archives are identified by their sizes and times of modification; an archive that changes while it is
-    read is detected by checksums; a file of captions is identified by all that it says. Errors are those of `check_source`.
+    Archives are identified by their sizes and times of modification (checksums detect one that changes while it is read), and
+    a file of captions by all that it says. Errors are those of `check_source`.
     """
     archives, captions, _ = check_source(images)
     root = resolve_source(images.source)[1]
@@ -173,6 +155,61 @@ def pairs_record(images: PrepareImagesConfig) -> dict[str, Any]:
         **({} if images.key_dot == "first" else {"key_dot": images.key_dot}),
         **versions,
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairSettings:
+    """Image–text pairs and the dual encoder that reads them, checked; local paths are absolute, for the workers."""
+
+    format_version: ClassVar[int] = 2
+    """Increased whenever the same settings would make other tables."""
+    own_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields of the configuration that decide the tables."""
+    config: Any
+    images: PrepareImagesConfig
+    model: DualEncoderSpec
+
+    def record(self) -> dict[str, Any]:
+        """Returns everything that decides the tables, as a flat mapping, without locations and the batch size."""
+        return {
+            "version": self.format_version,
+            "kind": "image-text pairs",
+            **{name: getattr(self.config, name) for name in self.own_fields},
+            **self.model.record(),
+            **pairs_record(self.images),
+        }
+
+    def prepare(self, output: str) -> PairSource:
+        """Prepare the images beside the tables in `output`, unless they are, and return what reads them."""
+        manifest = prepare_images(self.images, f"{output}/_prepared", max_bad_share_field="max_bad_share")
+        return PairSource(
+            manifest=manifest, tokenizer=caption_encoder(self.model).tokenizer, image_size=self.model.image_size
+        )
+
+    def begin(self, output: str) -> PairSource:
+        """Start Ray, check that the pool fits before the images are prepared, and prepare them."""
+        start_ray()
+        check_pool(self.config.workers, reads=True)
+        source = self.prepare(output)
+        print(describe(source.manifest))
+        return source
+
+
+def pair_options(config: PredictPairTemperaturesConfig | Headroom) -> dict[str, Any]:
+    """Returns the fields of `PairSettings` for a configuration."""
+    images = PrepareImagesConfig(
+        source=absolute_path(config.images),
+        captions=absolute_path(config.captions),
+        splits=config.splits,
+        max_bad_share=config.max_bad_share,
+        key_dot=config.key_dot,
+    )
+    with naming_field("images: "):
+        check_source(images)
+    (label,) = model_labels([config.model])
+    model = DualEncoderSpec.read(label, config.model, field="model")
+    caption_encoder(model, field="model")
+    return {"config": config, "images": images, "model": model}
 
 
 # Increase this whenever the same input would give other embeddings.
@@ -207,26 +244,23 @@ class EncodingUnit:
 def encoding_units(
     model: DualEncoderSpec, precision: str, data: str, pairs: PairSource, texts: Sequence[str]
 ) -> tuple[list[EncodingUnit], list[EncodingUnit]]:
-    def key(*what: Any) -> str:
-        content = json.dumps([_VERSION, model.digest, precision, *what]).encode()
-        return hashlib.blake2b(content, digest_size=12).hexdigest()
+    def unit(modality: Literal["image", "text"], start: int, size: int, total: int) -> EncodingUnit:
+        stop = min(start + size, total)
+        part = tuple(texts[start:stop]) if modality == "text" else ()
+        what = [model.num_text_tokens, *part] if part else [model.image_size, pairs.manifest.digest, start, stop]
+        key = unit_key([_VERSION, model.digest, precision, *what])
+        return EncodingUnit(model=model, data=data, modality=modality, start=start, stop=stop, texts=part, key=key)
 
-    common: dict[str, Any] = {"model": model, "data": data}
-    num_images = pairs.manifest.num_images
-    of_images, of_texts = [], []
-    for start in range(0, num_images, NUM_IMAGES_PER_UNIT):
-        stop = min(start + NUM_IMAGES_PER_UNIT, num_images)
-        name = key(model.image_size, pairs.manifest.digest, start, stop)
-        of_images.append(EncodingUnit(modality="image", start=start, stop=stop, key=name, **common))
-    for start in range(0, len(texts), NUM_TEXTS_PER_UNIT):
-        part = tuple(texts[start : start + NUM_TEXTS_PER_UNIT])
-        name, stop = key(model.num_text_tokens, *part), start + len(part)
-        of_texts.append(EncodingUnit(modality="text", start=start, stop=stop, texts=part, key=name, **common))
-    return of_images, of_texts
+    num_images, num_texts = pairs.manifest.num_images, len(texts)
+    images, captions = range(0, num_images, NUM_IMAGES_PER_UNIT), range(0, num_texts, NUM_TEXTS_PER_UNIT)
+    return (
+        [unit("image", start, NUM_IMAGES_PER_UNIT, num_images) for start in images],
+        [unit("text", start, NUM_TEXTS_PER_UNIT, num_texts) for start in captions],
+    )
 
 
 def embedding_store(directory: str) -> UnitStore:
-    """Returns the store of the embeddings of an evaluation, given by its directory (a path or a URI)."""
+    """Returns the store of the embeddings of a job, given by its directory (a path or a URI)."""
     return UnitStore(f"{directory}/embeddings")
 
 
@@ -235,33 +269,26 @@ def read_embeddings(store: UnitStore, units: Sequence[EncodingUnit]) -> np.ndarr
     return np.concatenate([safetensors.numpy.load(store.read(unit.file))["rows"] for unit in units])
 
 
-class _UnitEncoder:
-    def __init__(self, **options: Any) -> None:
-        self._encoder = LoadedModel[DualEncoderSpec, Encoder](lambda spec: Encoder(spec, **options))
+def _unit_encoder(**options: Any) -> Callable[[tuple[EncodingUnit, np.ndarray]], Finished]:
+    """Returns what encodes a unit in a worker, given with its images (n, S, S, 3)."""
+    load = holding_one(lambda spec: Encoder(spec, **options))
 
-    def __call__(self, decoded: tuple[EncodingUnit, np.ndarray]) -> Finished:
-        """Encode a unit, given with its images (n, S, S, 3)."""
+    def encode(decoded: tuple[EncodingUnit, np.ndarray]) -> Finished:
         unit, images = decoded
-        encoder = self._encoder.get(unit.model)
-        rows = encoder.images(images) if unit.modality == "image" else encoder.texts(unit.texts)
-        content = safetensors.numpy.save({"rows": rows})
-        return Finished(files={unit.file: content}, num_cases=len(rows))
+        rows = load(unit.model).images(images) if unit.modality == "image" else load(unit.model).texts(unit.texts)
+        return Finished(files={unit.file: safetensors.numpy.save({"rows": rows})}, num_cases=len(rows))
+
+    return encode
 
 
 def encode_missing(
-    units: Sequence[EncodingUnit],
-    sets: Mapping[str, PairSource],
-    store: UnitStore,
-    pool: PoolSection,
-    *,
-    precision: str,
-    batch_size: int,
+    units: Sequence[EncodingUnit], sets: Mapping[str, PairSource], store: UnitStore, config: Any
 ) -> dict[str, str]:
-    """Encode the units that the store lacks, and return title → reason for every unit that failed."""
-    by_key = {unit.key: unit for unit in units}  # two data sets may have the same texts
-    finished = store.names()
-    left = [unit for unit in by_key.values() if unit.file not in finished]
-    print(f"{len(by_key)} units, {len(by_key) - len(left)} of them encoded before; {store.directory}")
+    """Encode the units that the store lacks, and return title → reason for every unit that failed.
+
+    The configuration has the workers, the batch size and the precision.
+    """
+    left = store.missing(list({unit.key: unit for unit in units}.values()))  # two data sets may have the same texts
 
     def read(unit: EncodingUnit) -> Iterator[tuple[EncodingUnit, np.ndarray]]:
         if unit.modality == "text":
@@ -270,5 +297,6 @@ def encode_missing(
             source = replace(sets[unit.data], image_size=unit.model.image_size)
             yield unit, source.read_images(range(unit.start, unit.stop))
 
-    model = partial(_UnitEncoder, precision=precision, batch_size=batch_size, use_gpu=pool.use_gpu)
+    pool, options = config.workers, {"precision": config.precision, "batch_size": config.batch_size}
+    model = partial(_unit_encoder, use_gpu=pool.use_gpu, **options)
     return map_units(left, model, pool, store, read=read, noun="samples").failed

@@ -1,17 +1,16 @@
 """Running an evaluation: workers encode the units that are not in the store, then figures are computed from it.
 
-The class of an image of a zero-shot set is the last folder of its path: `train/airplane/0001.jpg` and
-`test/airplane/0001.jpg` both belong to the class `airplane`. The shipped templates are those that CLIP was published with
-(Radford et al. 2021): 80 for ImageNet, 18 for CIFAR.
+The class of an image of a zero-shot set is the last folder of its path: `airplane` for `train/airplane/0001.jpg`. The shipped
+templates are those that CLIP was published with (Radford et al. 2021): 80 for ImageNet, 18 for CIFAR.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -50,22 +49,14 @@ _TITLES = {
     "num_unreadable": "unreadable",
     "share_cut": "texts cut to the model's tokens",
 }
-clip_table = partial(percent_table, titles=_TITLES, hidden_if_zero=("share_cut",))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataSet:
+class DataSet(NamedTuple):
     name: str
     pairs: PairSource
     texts: Sequence[str]
     figures: Callable[[np.ndarray, np.ndarray], dict[str, float]]
     """Embeddings of the images and the texts → figures: shares from 0 to 1, and counts whose names begin with `num_`."""
-
-    @property
-    def counts(self) -> dict[str, float]:
-        """Number of its images, and of those that were unreadable when it was prepared."""
-        manifest = self.pairs.manifest
-        return {"num_images": manifest.num_images, "num_unreadable": manifest.problems.total()}
 
 
 def image_sources(config: EvaluateClipConfig) -> dict[str, PrepareImagesConfig]:
@@ -99,12 +90,11 @@ def data_sets(config: EvaluateClipConfig) -> Iterator[DataSet]:
         pairs = PairSource(manifest=manifest, image_size=1)
         texts, owners = pairs.captions()
         if not source.label:
-            yield DataSet(name=name, pairs=pairs, texts=texts, figures=partial(_recalls, torch.from_numpy(owners)))
+            yield DataSet(name, pairs, texts, partial(_recalls, torch.from_numpy(owners)))
             continue
         folders, labels = np.unique(texts, return_inverse=True)
         classes = name_classes(folders.tolist(), class_names.get(name), files.get(name, ""))
-        figures = partial(_accuracies, torch.from_numpy(labels))
-        yield DataSet(name=name, pairs=pairs, texts=prompts(templates[name], classes), figures=figures)
+        yield DataSet(name, pairs, prompts(templates[name], classes), partial(_accuracies, torch.from_numpy(labels)))
 
 
 def _recalls(owners: Tensor, image: np.ndarray, text: np.ndarray) -> dict[str, float]:
@@ -131,14 +121,7 @@ def evaluate(config: EvaluateClipConfig) -> Results:
     }
     all_units = [unit for images, texts in units.values() for unit in (*images, *texts)]
     store = embedding_store(config.run.directory)
-    failed = encode_missing(
-        all_units,
-        {one.name: one.pairs for one in data},
-        store,
-        config.workers,
-        precision=config.precision,
-        batch_size=config.batch_size,
-    )
+    failed = encode_missing(all_units, {one.name: one.pairs for one in data}, store, config)
     finished = store.names()
     columns = [Column.of_model(model) for model in models]
     for column, encoder in zip(columns, encoders, strict=True):
@@ -146,24 +129,19 @@ def evaluate(config: EvaluateClipConfig) -> Results:
             images, texts = units[column.title, one.name]
             if finished >= {unit.file for unit in (*images, *texts)}:
                 figures = one.figures(read_embeddings(store, images), read_embeddings(store, texts))
-                figures |= one.counts
+                manifest = one.pairs.manifest
+                figures |= {"num_images": manifest.num_images, "num_unreadable": manifest.problems.total()}
                 figures["share_cut"] = float(np.mean(encoder.are_cut(one.texts)))
                 column.metrics.update({f"{one.name}/{name}": value for name, value in figures.items()})
-    return publish_evaluation(
-        config, columns=columns, render=clip_table, uri=uri, identity=[unit.key for unit in all_units], failed=failed
-    )
-
-
-_HERE = Path(__file__).parent
-_TEMPLATES = ("imagenet", "cifar")
-_CLASS_NAMES = ("cifar10", "cifar100")
+    table = percent_table(columns, _TITLES, hidden_if_zero=("share_cut",))
+    identity = [unit.key for unit in all_units]
+    return publish_evaluation(config, uri=uri, columns=columns, table=table, identity=identity, failed=failed)
 
 
 def read_templates(name: str) -> tuple[str, ...]:
     """Returns the templates of a shipped set, or of a file with one per line; `{}` stands for the class name."""
-    path = _HERE / f"templates_{name}.txt" if name in _TEMPLATES else None
-    lines = [line.strip() for line in lines_of(_text(name, path, "templates", _TEMPLATES))]
-    templates = tuple(line for line in lines if line)
+    lines = lines_of(_text("templates", name, ("imagenet", "cifar")))
+    templates = tuple(line.strip() for line in lines if line.strip())
     if not templates:
         raise ValueError(f"templates = {name!r} holds no template")
     for template in templates:
@@ -174,9 +152,9 @@ def read_templates(name: str) -> tuple[str, ...]:
 
 def read_class_names(source: str) -> dict[str, str]:
     """Returns folder → class name, from a JSON file or from a shipped list, in which folder i is the i-th name from 0."""
-    path = _HERE / f"class_names_{source}.txt" if source in _CLASS_NAMES else None
-    text = _text(source, path, "class_names", _CLASS_NAMES)
-    if path is not None:
+    shipped = ("cifar10", "cifar100")
+    text = _text("class_names", source, shipped)
+    if source in shipped:
         return {str(number): name for number, name in enumerate(lines_of(text.rstrip("\n")))}
     try:
         names = json.loads(text)
@@ -201,14 +179,13 @@ def prompts(templates: Sequence[str], class_names: Sequence[str]) -> list[str]:
     return [template.replace("{}", name) for name in class_names for template in templates]
 
 
-def _text(source: str, shipped: Path | None, field_name: str, known: Sequence[str]) -> str:
+def _text(field: str, source: str, shipped: Sequence[str]) -> str:
     """Returns the text of a shipped file, or of the file that the field names."""
-    if shipped is None:
-        with naming_field(f"{field_name} = "):
-            shipped = Path(local_copy(source))
-        if not shipped.is_file():
-            raise ValueError(f"{field_name} = {source!r} is neither {' nor '.join(known)}, nor a file")
+    with naming_field(f"{field} = "):
+        path = Path(__file__).parent / f"{field}_{source}.txt" if source in shipped else Path(local_copy(source))
+    if not path.is_file():
+        raise ValueError(f"{field} = {source!r} is neither {' nor '.join(shipped)}, nor a file")
     try:
-        return decode(shipped.read_bytes())
+        return decode(path.read_bytes())
     except UnicodeDecodeError as error:
-        raise ValueError(f"{field_name} = {str(shipped)!r} is no UTF-8 text") from error
+        raise ValueError(f"{field} = {str(path)!r} is no UTF-8 text") from error

@@ -73,7 +73,7 @@ class Headroom(TextReadingConfig, OutputConfig):
 
     def _check_data(self) -> None:
         """Check that there is one kind of data, and that no field is set that only the other kind reads (ValueError)."""
-        check_named(self, model="a model")
+        check_named(self)
         if not (self.text or self.images):
             raise ValueError(
                 "text and images are both empty: give text for a language model, or images for an image–text model"

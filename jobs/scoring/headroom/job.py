@@ -1,7 +1,6 @@
 """The job: held-out data → tables of measured predictions → the test → figures, a verdict, a diagram and MLflow.
 
-The figures depend neither on the number of workers nor on the order in which they finish. A table of measured predictions
-is one Parquet file per part with one row per token, read back a few thousand rows at a time.
+A table of measured predictions is one Parquet file per part with one row per token.
 
 Shapes: N tokens, J nodes of a profile, d hidden size.
 """
@@ -11,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,36 +40,41 @@ _AT_AN_END = 1.001
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """One headroom test: where its measured predictions are, in which words it is reported, and in which unit of τ."""
+    """One headroom test: where its measured predictions are, in which words it is reported, and in which unit of τ.
 
-    name: str
+    The defaults are those of a text.
+    """
+
+    files: Sequence[str]
+    with_end: bool = True
+    """Whether end-of-text tokens are among the predictions."""
+    name: str = ""
     """Key of its figures in headroom.json and in MLflow; empty if there is only one question, whose figures have no key."""
-    title: str
+    title: str = ""
     """Heading of its table; empty for none."""
-    files: tuple[str, ...]
-    noun: str
-    """What would have a temperature of its own: token, image, caption."""
-    case: str
-    """What the gains are means over: token, pair."""
-    document: str
-    """What the folds and the interval are over: document, image."""
-    candidate: str
-    """What the probabilities are distributed over: token, image, caption."""
-    features: Mapping[str, str]
+    noun: str = "token"
+    """What would have a temperature of its own."""
+    case: str = "token"
+    """What the gains are means over."""
+    document: str = "document"
+    """What the folds and the interval are over."""
+    candidate: str = "token"
+    """What the probabilities are distributed over."""
+    features: Mapping[str, str] = field(
+        default_factory=lambda: {"scalars": "scalars of the logits", "hidden": "hidden state", "both": "both"}
+    )
     """Feature set → its name in the table."""
     unit_tau: float = 1.0
     """Temperature that the logits were divided by before they were measured: τ = 1 of the test is this temperature."""
-    with_end: bool = True
-    """Whether end-of-text tokens are among the predictions."""
-    own_name: str
+    own_name: str = "τ = 1"
     """Name of the temperature at which the model predicts by itself, which is `unit_tau`; empty if it has none."""
 
 
 def figures(test: HeadroomTest, question: Question, *, least_gain: float) -> dict[str, Any]:
     """Returns all figures: gains and losses in nats per case, ECE as a share, each with its 95 % half-width.
 
-    What compares with the model's own temperature is None if it has none; the cross-entropy is then that at the best
-    constant. `least_gain` is the gain in thousandths of a nat per case that is worth a TempNet.
+    Without a temperature of the model's own, what compares with it is None, and the cross-entropy that at the best constant.
+    `least_gain` is the gain in thousandths of a nat per case that is worth a TempNet.
     """
     sums, has_own = test.sums, bool(question.own_name)
     num_cases = sums.counts.sum().item()
@@ -104,15 +108,16 @@ def figures(test: HeadroomTest, question: Question, *, least_gain: float) -> dic
     }
 
 
+def judge(gains: Sequence[Interval], least_gain: float) -> str:
+    """Returns whether one of several gains is certainly worth it, may be, or is not."""
+    if any(gain.low > least_gain for gain in gains):
+        return "worth it"
+    return "not worth it" if all(gain.high <= least_gain for gain in gains) else "cannot be told"
+
+
 def verdict(test: HeadroomTest, question: Question, best: str, *, least_gain: float) -> str:
     """Returns one line that says whether a temperature of its own is worth learning, and whether a constant is."""
     gain = test.sums.gain(best, CONSTANT)
-    if 1000 * gain.low > least_gain:
-        word = "worth it"
-    elif 1000 * (gain.mean + gain.half_width) > least_gain:
-        word = "cannot be told"
-    else:
-        word = "not worth it"
     low, high = TAU_RANGE
     doubt = ""
     if not low * _AT_AN_END < test.tau < high / _AT_AN_END:
@@ -126,8 +131,8 @@ def verdict(test: HeadroomTest, question: Question, best: str, *, least_gain: fl
         else "with which the model is compared because it has no constant temperature of its own"
     )
     return (
-        f"{word}: a temperature per {question.noun} gains {milli(gain)} mnat over the best constant (from "
-        f"{question.features[best]}), {constant}{doubt}"
+        f"{judge([gain], least_gain / 1000)}: a temperature per {question.noun} gains {milli(gain)} mnat over the best "
+        f"constant (from {question.features[best]}), {constant}{doubt}"
     )
 
 
@@ -152,25 +157,22 @@ def summary(question: Question, values: dict[str, Any]) -> str:
     return f"{heading}{table(values, question)}\n\n{values['verdict']}\n{' of '.join(counts)}"
 
 
-def metrics(question: Question, values: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yields the figures for MLflow, with the question's name before theirs; gains in thousandths of a nat per case."""
-    prefix = f"{question.name}/" if question.name else ""
+def metrics(question: Question, values: dict[str, Any]) -> dict[str, float]:
+    """Returns the figures for MLflow, with the question's name before theirs; gains in thousandths of a nat per case."""
     constant = values["best_constant"]
-    yield f"{prefix}best_constant/tau", constant["tau"]
-    if constant["gain"] is not None:
-        yield f"{prefix}best_constant/gain_mnat", 1000 * constant["gain"]["mean"]
-    yield f"{prefix}best_constant/ece", constant["ece"]["mean"]
-    yield f"{prefix}cross_entropy", values["cross_entropy"]
-    for name, found in values[f"per_{question.noun}"].items():
-        yield f"{prefix}{name}/gain_mnat", 1000 * found["gain"]["mean"]
-        yield f"{prefix}{name}/gain_half_width_mnat", 1000 * found["gain"]["half_width"]
-        yield f"{prefix}{name}/ece", found["ece"]["mean"]
+    found = {"best_constant/tau": constant["tau"], "cross_entropy": values["cross_entropy"]}
+    for name, row in {"best_constant": constant, **values[f"per_{question.noun}"]}.items():
+        found[f"{name}/ece"] = row["ece"]["mean"]
+        if row["gain"] is not None:
+            found[f"{name}/gain_mnat"] = 1000 * row["gain"]["mean"]
+            if name != "best_constant":
+                found[f"{name}/gain_half_width_mnat"] = 1000 * row["gain"]["half_width"]
+    return {f"{question.name}/{name}" if question.name else name: value for name, value in found.items()}
 
 
 def plot(results: Sequence[tuple[Question, HeadroomTest, dict[str, Any]]], path: Path) -> None:
-    """Plot accuracy over confidence of the most probable candidate, a column per question, at three temperatures.
-
-    They are the model's own temperature, if it has one, the best constant, and those of the best features.
+    """Plot accuracy over confidence of the most probable candidate, a column per question: at the model's own temperature, if
+    it has one, at the best constant, and at those of the best features.
     """
     size = (5 * len(results), 6)
     with picture(path, 2, len(results), figsize=size, height_ratios=(3, 1), sharex=True) as axes:
@@ -207,10 +209,6 @@ def _percent(pair: dict[str, float]) -> str:
     return f"{100 * pair['mean']:.2f} ± {100 * pair['half_width']:.2f}"
 
 
-RESULTS_FILE = "headroom.json"
-DIAGRAM_FILE = "reliability.png"
-
-
 def measure_headroom(config: Headroom) -> dict[str, Any]:
     """Run or continue the job, print its tables and verdicts, and return what headroom.json holds."""
     from jobs.scoring.headroom.pairs import PairMeasurement
@@ -226,20 +224,21 @@ def measure_headroom(config: Headroom) -> dict[str, Any]:
     cpus = config.workers.cpus_per_worker
     run = ray.remote(num_cpus=cpus)(run_test)
     tests = ray.get([run.remote(output, question, config.folds, max(1, int(cpus))) for question in questions])
-    found = [
-        (question, test, figures(test, question, least_gain=config.least_gain))
-        for question, test in zip(questions, tests, strict=True)
-    ]
+    found, logged, parts = [], dict[str, float](), []
     values: dict[str, Any] = {}
-    for question, _, part in found:
+    for question, test in zip(questions, tests, strict=True):
+        part = figures(test, question, least_gain=config.least_gain)
+        found.append((question, test, part))
         values |= {question.name: part} if question.name else part
+        logged |= metrics(question, part)
+        parts.append(summary(question, part) + measurement.advice(test, question))
     values |= {"folds": config.folds, **measurement.facts(output, questions), "settings": record}
-    said = "\n\n".join(summary(question, part) + measurement.advice(test, question) for question, test, part in found)
+    said = "\n\n".join(parts)
     asked = {name: getattr(config, name) for name in ("folds", "end_of_document", "least_gain")}
 
     def write(directory: Path) -> None:
-        write_results(directory / RESULTS_FILE, values)
-        plot(found, directory / DIAGRAM_FILE)
+        write_results(directory / "headroom.json", values)
+        plot(found, directory / "reliability.png")
 
     publish(
         config,
@@ -248,7 +247,7 @@ def measure_headroom(config: Headroom) -> dict[str, Any]:
         uri=uri,
         name="headroom",
         digest=settings_digest(record | asked),
-        metrics={name: value for question, _, part in found for name, value in metrics(question, part)},
+        metrics=logged,
         note=said,
         data_sets={"evaluation": ("images" if config.images else "text", settings_digest(record), measurement.source)},
     )
@@ -256,7 +255,7 @@ def measure_headroom(config: Headroom) -> dict[str, Any]:
         print(f"\n{measurement.warning}")
     print(
         f"\n{said}\n{time.monotonic() - started:.0f} s; gains per {questions[0].case}, ± 95 % over "
-        f"{questions[0].document}s\n{output}/{RESULTS_FILE} and {DIAGRAM_FILE}"
+        f"{questions[0].document}s\n{output}/headroom.json and reliability.png"
     )
     return values
 
@@ -293,10 +292,7 @@ def measured_table(
 
 
 def read_measured(output: str, files: Sequence[str], *, with_end: bool = True) -> Iterator[tuple[Tokens, Tensor]]:
-    """Yields the tokens of the tables in order, with the number (N,) of each token's document among all documents.
-
-    Without `with_end`, end-of-text tokens are not among them.
-    """
+    """Yields the tokens of the tables in order, with the number (N,) of each token's document among all documents."""
     num_before = 0
     for file in files:
         for batch in _batches(output, file):

@@ -1,8 +1,5 @@
 """The predictions of an image–text model: prepared images → embeddings → galleries → tables, one for each direction.
 
-The encoders see every image and caption once: embeddings are kept in the output, in the store of `jobs.evaluate_clip`. How
-many images can be read is known only once they are prepared; all else is checked before Ray is started.
-
 With unit vectors x_i of images and y_j of captions, and unit τ₀, the scores are s_ij = ⟨x_i, y_j⟩/τ₀. Pair j, of image i, is
 
     image → text    a query x_i, whose candidates are caption j and the captions of all other images of the gallery
@@ -11,10 +8,9 @@ With unit vectors x_i of images and y_j of captions, and unit τ₀, the scores 
 and the cross-entropy is −log softmax(s)_j, or _i. It is CLIP's (Radford et al. 2021, section 2.3) with a gallery as the
 batch, except that other captions of an image are not its negatives (as in `tempnet.contrastive.retrieval.cross_entropy`).
 
-Images are dealt out to galleries at random within windows of consecutive images, so that embeddings are read once, and a
-window at a time, however many there are. A window has the images of eight galleries, the last one up to as many more:
-data that are sorted by subject are mixed within it, not beyond. Every gallery has the same number of images, so that
-cross-entropies can be compared: the last gallery of a window is filled up with images of its first ones, which are only
+Images are dealt out to galleries at random within windows of consecutive images, of eight galleries or, the last one, up to
+as many more, so that embeddings are read once, a window at a time. Every gallery has the same number of images, so that
+cross-entropies can be compared: the last one of a window is filled up with images of its first ones, which are only
 candidates there. Everything is a pure function of the number of images, the size of a gallery and a seed.
 
 Shapes: n images and t captions of a window, m images and c captions of a gallery, q queries, d size of an embedding.
@@ -32,30 +28,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jobs.engine.cluster import start_ray
 from jobs.scoring.dual_encoders.encoder import (
-    DualEncoderSpec,
     EncodingUnit,
+    PairSettings,
     embedding_store,
     encode_missing,
     encoding_units,
-    pairs_record,
+    pair_options,
     read_embeddings,
-    resolve_pairs,
 )
 from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.headroom.job import Question, measured_table
-from jobs.scoring.units import Finished, ScoringFailedError, UnitStore, check_pool, map_units, part_file, to_parquet
+from jobs.scoring.units import Finished, ScoringFailedError, UnitStore, map_units, part_file, to_parquet
 from jobs.tasks.base import naming_field
-from pipelines.images.pairs import PairSource
-from pipelines.images.prepare import PrepareImagesConfig, describe, prepare_images
 from pipelines.local_copy import local_copy
 from tempnet.contrastive.retrieval import cross_entropy
 from tempnet.headroom.features import Tokens
 from tempnet.headroom.run import HeadroomTest
 from tempnet.models.dual_encoder import load_training_temperature
 
-FORMAT_VERSION = 2
 FEATURES = {"scalars": "scalars of the scores", "hidden": "embedding", "both": "both"}
 DIRECTIONS = {"image_to_text": ("image", "caption"), "text_to_image": ("caption", "image")}
 """Name of a direction → what looks for what."""
@@ -114,10 +105,7 @@ def galleries(window: ImageRange, gallery_images: int, seed: int) -> list[Galler
 
 
 class WindowMeasurer:
-    """Makes the tables of a window, in a worker: one for each direction, with a row for every pair, in order.
-
-    Scores are divided by `unit_tau`; galleries have `gallery_images` images and are drawn by `seed`.
-    """
+    """Makes the tables of a window, in a worker: one for each direction, with a row for every pair, in order."""
 
     def __init__(self, *, unit_tau: float, gallery_images: int, seed: int) -> None:
         self._unit_tau, self._gallery_images, self._seed = unit_tau, gallery_images, seed
@@ -165,8 +153,8 @@ def _captions_of(gallery: Gallery, owners: Tensor, num_images: int) -> tuple[Ten
 def find_unit_tau(embedded: EmbeddedWindow, gallery_images: int, seed: int) -> float:
     """Returns the one of `CANDIDATES` with the lowest cross-entropy in the first gallery, both directions together.
 
-    A profile covers 8 times less to 8 times more, in which the best constant is then found exactly. Because the
-    candidates are far apart, rounding in the embeddings does not change the choice from one machine to another.
+    Candidates are so far apart that rounding in the embeddings does not change the choice, and a profile covers 8 times less
+    to 8 times more, in which the best constant is then found exactly.
     """
     gallery = galleries(embedded.window, gallery_images, seed)[0]
     captions, owners = _captions_of(gallery, torch.tensor(embedded.owners), len(embedded.images))
@@ -197,22 +185,18 @@ class _Embedded(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairMeasurement:
-    """Image–text pairs and an image–text model, checked; local paths are absolute, for the workers."""
-
-    config: Headroom
-    images: PrepareImagesConfig
-    model: DualEncoderSpec
+class PairMeasurement(PairSettings):
+    own_fields = ("precision", "gallery_images", "gallery_seed")
     own_tau: float | None
     """The constant temperature that the model was trained at; None if it has none."""
     warning: str = ""
 
     @classmethod
     def resolve(cls, config: Headroom) -> PairMeasurement:
-        images, model = resolve_pairs(config)
+        options = pair_options(config)
         with naming_field("model: "):
-            own_tau = load_training_temperature(local_copy(model.path))
-        return cls(config=config, images=images, model=model, own_tau=own_tau)
+            own_tau = load_training_temperature(local_copy(options["model"].path))
+        return cls(**options, own_tau=own_tau)
 
     @property
     def source(self) -> str:
@@ -220,14 +204,7 @@ class PairMeasurement:
 
     def record(self) -> dict[str, Any]:
         """Returns everything that decides what is measured, as a flat mapping, without locations and the batch size."""
-        return {
-            "version": FORMAT_VERSION,
-            "kind": "image-text pairs",
-            "own_tau": self.own_tau,
-            **{name: getattr(self.config, name) for name in ("precision", "gallery_images", "gallery_seed")},
-            **self.model.record(),
-            **pairs_record(self.images),
-        }
+        return {"own_tau": self.own_tau, **PairSettings.record(self)}
 
     def facts(self, output: str, questions: Sequence[Question]) -> dict[str, Any]:
         """Returns what headroom.json says of the data: the model's own temperature and the size of a gallery."""
@@ -239,8 +216,6 @@ class PairMeasurement:
 
     def measure(self, output: str) -> list[Question]:
         """Encode and measure what is missing in `output`, and return a question for each direction."""
-        start_ray()
-        check_pool(self.config.workers, reads=True)  # before the images are prepared
         embedded = self._encode(output)
         size, seed = self.config.gallery_images, self.config.gallery_seed
         parts = windows(int(embedded.owners[-1]) + 1, size)
@@ -251,12 +226,26 @@ class PairMeasurement:
                 f"{self.config.model} holds no constant temperature that it was trained at, so that temperatures are "
                 f"compared with the best constant only; they are looked for around {unit_tau:.3g}"
             )
-        self._measure_missing(output, embedded, parts, unit_tau)
+        store = UnitStore(output)
+
+        def read(window: ImageRange) -> Iterator[EmbeddedWindow]:
+            yield embedded.read(window)
+
+        # Scores and profiles are computed in float64, on CPUs.
+        map_units(
+            store.missing(parts, lambda window: map(window.file, DIRECTIONS)),
+            partial(WindowMeasurer, unit_tau=unit_tau, gallery_images=size, seed=seed),
+            replace(self.config.workers, use_gpu=False),
+            store,
+            read=read,
+            title=lambda window: f"images {window.first}–{window.stop - 1}",
+            noun="pairs",
+        ).check()
         return [
             Question(
                 name=name,
                 title=name.replace("_to_", " → "),
-                files=tuple(window.file(name) for window in parts),
+                files=[window.file(name) for window in parts],
                 noun=noun,
                 case="pair",
                 document="image",
@@ -269,47 +258,16 @@ class PairMeasurement:
         ]
 
     def _encode(self, output: str) -> _Embedded:
-        config = self.config
-        manifest = prepare_images(self.images, f"{output}/_prepared", max_bad_share_field="max_bad_share")
-        print(describe(manifest))
-        if manifest.num_images < config.folds:
+        config, pairs = self.config, self.begin(output)
+        if pairs.manifest.num_images < config.folds:
             raise ValueError(
-                f"images = {config.images!r} has {manifest.num_images} readable images with captions, fewer than folds = "
-                f"{config.folds}: the interval is over images, so give more of them"
+                f"images = {config.images!r} has {pairs.manifest.num_images} readable images with captions, fewer than "
+                f"folds = {config.folds}: the interval is over images, so give more of them"
             )
-        pairs = PairSource(manifest=manifest, image_size=1)
         texts, owners = pairs.captions()
         store = embedding_store(output)
         of_images, of_texts = encoding_units(self.model, config.precision, "images", pairs, texts)
-        if failed := encode_missing(
-            [*of_images, *of_texts],
-            {"images": pairs},
-            store,
-            config.workers,
-            precision=config.precision,
-            batch_size=config.batch_size,
-        ):
+        if failed := encode_missing([*of_images, *of_texts], {"images": pairs}, store, config):
             raise ScoringFailedError(failed)
         # Their texts are not needed any more, and would be sent to every reader.
         return _Embedded(store, of_images, [replace(unit, texts=()) for unit in of_texts], owners)
-
-    def _measure_missing(self, output: str, embedded: _Embedded, parts: list[ImageRange], unit_tau: float) -> None:
-        store = UnitStore(output)
-        done = store.parts()
-        missing = [window for window in parts if not all(window.file(name) in done for name in DIRECTIONS)]
-        print(f"{output}: {len(parts) - len(missing)} of {len(parts)} windows of images were measured before")
-
-        def read(window: ImageRange) -> Iterator[EmbeddedWindow]:
-            yield embedded.read(window)
-
-        size, seed = self.config.gallery_images, self.config.gallery_seed
-        # Scores and profiles are computed in float64, on CPUs.
-        map_units(
-            missing,
-            partial(WindowMeasurer, unit_tau=unit_tau, gallery_images=size, seed=seed),
-            replace(self.config.workers, use_gpu=False),
-            store,
-            read=read,
-            title=lambda window: f"images {window.first}–{window.stop - 1}",
-            noun="pairs",
-        ).check()

@@ -8,7 +8,7 @@ Every prompt gets two halves of texts at every constant and every rule:
 
 A rule is chosen by the prompts of one half of the prompts and measured on those of the other, and the other way round. The
 constant of a single prompt is chosen by one half of its texts and measured on the other half. Random streams are the same for
-all temperatures, gains are taken prompt by prompt, and intervals are over prompts.
+all temperatures, gains are taken prompt by prompt, and intervals are over prompts, of which there are P.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from jobs.engine.cluster import start_ray
 from jobs.engine.command_line import as_typed
 from jobs.engine.fields import flatten, values_of
@@ -26,6 +28,7 @@ from jobs.engine.report import markdown_table
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.generation.sampling import TemperatureRule
 from jobs.scoring.headroom.config import RewardHeadroom
+from jobs.scoring.headroom.job import judge
 from jobs.scoring.results import publish, write_results
 from jobs.scoring.reward.config import RewardConfig, RewardedTexts, RewardTemperatureSection
 from jobs.scoring.reward.job import describe_losses, points
@@ -41,7 +44,7 @@ LEVELS = (0.2, 0.6, 1.0, 1.4)
 """Temperatures that the rules are made of."""
 RESULTS_FILE, MEASURED_FILE = "headroom.json", "measured.json"
 _FIRST_STEP = -4001
-_FAMILIES = {"phases": "two phases", "entropy": "by entropy"}
+_KINDS = ("phases", "entropy")
 
 Rewards = dict[str, list[dict[int, float]]]
 """Name of a temperature → for each half of the texts, the mean reward of every prompt by its place."""
@@ -132,7 +135,7 @@ def measure(plan: RewardPlan, run_orders: RunOrders, store: UnitStore) -> dict[s
     for constant in CONSTANTS:  # the first is 1, at which lengths and entropies are measured
         take(f"{constant:g}", constant)
     bounds = {"phases": known["mean_tokens"] / 2, "entropy": known["mean_entropy"]}
-    for kind in ("phases", "entropy"):
+    for kind in _KINDS:
         for first, second in itertools.permutations(LEVELS, 2):
             rule = TemperatureRule(kind=kind, values=(first, second), bound=bounds[kind])
             take(f"{kind} {first:g} {second:g}", rule)
@@ -140,13 +143,10 @@ def measure(plan: RewardPlan, run_orders: RunOrders, store: UnitStore) -> dict[s
 
 
 def conclude(rewards: Rewards, measured: Mapping[str, Any], *, least_gain: float) -> dict[str, Any]:
-    """Return the gains of all kinds of temperatures with intervals, and the verdict.
+    """Return the gains of all kinds of temperatures with intervals, and the verdict; fewer than 4 prompts: NoRewardError.
 
     `measured` holds lengths, entropies and what else is known of the texts; `least_gain` is worth a TempNet. Only prompts
     count that have a reward at every temperature, in both halves: losses must not make one temperature's prompts easier.
-
-    Raises:
-        NoRewardError: if these are fewer than 4.
     """
     places = sorted(set.intersection(*(set(half) for halves in rewards.values() for half in halves)))
     if len(places) < 4:
@@ -154,71 +154,52 @@ def conclude(rewards: Rewards, measured: Mapping[str, Any], *, least_gain: float
             f"{len(places)} prompts have rewards at all temperatures, and 4 are needed for two halves; "
             + describe_losses(measured)
         )
-    rewards = {name: [{place: half[place] for place in places} for half in halves] for name, halves in rewards.items()}
-    constants = [name for name in rewards if " " not in name]
-    best, chosen = cross_fitted(rewards, constants)
-    one = _whole(rewards["1"])
-    rows: dict[str, Any] = {"one": _row(one, None, "1"), "constant": _row(best, _over(best, one), chosen)}
+    found = {name: np.array([[half[place] for place in places] for half in halves]) for name, halves in rewards.items()}
+    constants = [name for name in found if " " not in name]
+    rows: dict[str, Any] = {}
+
+    def add(name: str, own: np.ndarray, other: np.ndarray | None, chosen: str) -> None:
+        gain = None if other is None else mean_interval(own - other)
+        rows[name] = {"reward": float(own.mean()), "gain": gain and gain._asdict(), "chosen": chosen}
+
+    best, best_name = cross_fitted(found, constants)
+    one = found["1"].mean(0)
+    add("one", one, None, "1")
+    add("constant", best, one, best_name)
     # A family holds the constants, too, so that it is never worse than they are but by chance.
-    for kind in _FAMILIES:
-        own, chosen = cross_fitted(rewards, constants + [name for name in rewards if name.startswith(kind)])
-        rows[kind] = _row(own, _over(own, best), chosen)
-    own, chosen = cross_fitted(rewards, list(rewards))
-    rows["token"] = _row(own, _over(own, best), chosen)
-    own = per_prompt(rewards, constants)
-    rows["prompt"] = _row(own, _over(own, best), "")
-    gains = {name: Interval(**rows[name]["gain"]) for name in ("token", "prompt")}
-    if any(gain.low > least_gain for gain in gains.values()):
-        verdict = "worth it"
-    elif any(not gain.high <= least_gain for gain in gains.values()):
-        verdict = "cannot be told"
-    else:
-        verdict = "not worth it"
+    for kind in _KINDS:
+        own, chosen = cross_fitted(found, constants + [name for name in found if name.startswith(kind)])
+        add(kind, own, best, chosen)
+    own, chosen = cross_fitted(found, list(found))
+    add("token", own, best, chosen)
+    add("prompt", per_prompt(found, constants), best, "")
+    verdict = judge([Interval(**rows[name]["gain"]) for name in ("token", "prompt")], least_gain)
     facts = {name: value for name, value in measured.items() if name != "rewards"}
-    return {"rows": rows, "verdict": verdict, "num_prompts": len(one), **facts}
+    return {"rows": rows, "verdict": verdict, "num_prompts": len(places), **facts}
 
 
-def cross_fitted(rewards: Rewards, names: Sequence[str]) -> tuple[dict[int, float], str]:
-    """Return the reward of every prompt at the temperature that is best for the other half of the prompts, and both names."""
-    whole = {name: _whole(rewards[name]) for name in names}
-    places = sorted(whole[names[0]])
-    own, chosen = dict[int, float](), []
+def cross_fitted(rewards: Mapping[str, np.ndarray], names: Sequence[str]) -> tuple[np.ndarray, str]:
+    """Return the rewards (P,) at the temperature that is best for the other half of the prompts, and both names."""
+    whole = {name: rewards[name].mean(0) for name in names}
+    own, chosen = np.empty_like(whole[names[0]]), []
     for half in (0, 1):
-        best = max(names, key=lambda name: _mean(whole[name], places[1 - half :: 2]))
+        best = max(names, key=lambda name: float(whole[name][1 - half :: 2].mean()))
         chosen.append(best)
-        own |= {place: whole[best][place] for place in places[half::2]}
+        own[half::2] = whole[best][half::2]
     return own, " or ".join(dict.fromkeys(chosen))
 
 
-def per_prompt(rewards: Rewards, names: Sequence[str]) -> dict[int, float]:
-    """Return the reward of every prompt at the constant that is best for the other half of its own texts.
-
-    Of constants that are equally good for them, it is the one that is best for those halves of all prompts.
+def per_prompt(rewards: Mapping[str, np.ndarray], names: Sequence[str]) -> np.ndarray:
+    """Return the rewards (P,) at the constant that is best for the other half of each prompt's own texts, and of equally good
+    ones for those halves of all prompts.
     """
-    halves: list[dict[int, float]] = []
+    every = np.stack([rewards[name] for name in names])  # (constants, halves, P)
+    halves = []
     for half in (0, 1):
-        others = {name: rewards[name][1 - half] for name in names}
-        ranked = sorted(names, key=lambda name: -sum(others[name].values()))
-        best = {place: max(ranked, key=lambda name: others[name][place]) for place in rewards[names[0]][half]}
-        halves.append({place: rewards[name][half][place] for place, name in best.items()})
-    return _whole(halves)
-
-
-def _whole(halves: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    first, second = halves
-    return {place: (first[place] + second[place]) / 2 for place in first}
-
-
-def _mean(values: Mapping[int, float], places: Sequence[int]) -> float:
-    return sum(values[place] for place in places) / len(places)
-
-
-def _over(own: Mapping[int, float], other: Mapping[int, float]) -> Interval:
-    return mean_interval([own[place] - other[place] for place in own])
-
-
-def _row(own: Mapping[int, float], gain: Interval | None, chosen: str) -> dict[str, Any]:
-    return {"reward": _mean(own, list(own)), "gain": gain and gain._asdict(), "chosen": chosen}
+        ranked = every[np.argsort(-every[:, 1 - half].sum(1), kind="stable")]
+        best = ranked[:, 1 - half].argmax(0)
+        halves.append(ranked[best, half, np.arange(len(best))])
+    return np.mean(halves, axis=0)
 
 
 def table(values: Mapping[str, Any], config: RewardHeadroom) -> str:

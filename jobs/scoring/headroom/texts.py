@@ -1,8 +1,6 @@
-"""The predictions of a language model: checked settings, and measuring the tokens of a text in a pool of models.
+"""The predictions of a language model, which reads the text once.
 
-The model reads the text once: of every prediction it keeps the profile, scalars of the logits, and the hidden state. A job
-that is started again measures only the parts that its output still lacks. All checks happen before Ray is started or the
-model is loaded.
+Of every prediction it keeps the profile, scalars of the logits, and the hidden state.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -26,9 +24,11 @@ from jobs.scoring.temperatures.texts import TokenReader
 from jobs.scoring.text_parts import (
     Part,
     TextSettings,
+    checked_model,
     list_sources,
     map_archives,
     part_files,
+    read_documents,
     text_options,
     token_arrays,
 )
@@ -36,90 +36,142 @@ from jobs.scoring.units import Finished, model_labels, to_parquet
 from jobs.tasks.base import naming_field
 from jobs.tasks.language_model.config import EndOfDocument
 from jobs.tasks.language_model.data import read_training_text, warn_of_known_text
-from pipelines.archives import Archive
-from pipelines.local_copy import check_source, is_directory, local_copy
+from pipelines.local_copy import is_directory, local_copy
 from pipelines.storage import join
-from pipelines.text.reading import Document, readable_documents
-from pipelines.text.tokenization import load_tokenizer
-from tempnet.base_model import load_base, read_config
-from tempnet.devices import DeviceMap, loading_options
+from tempnet.base_model import load_base
+from tempnet.devices import loading_options
 from tempnet.headroom.features import Tokens
 from tempnet.headroom.run import CONSTANT, HeadroomTest
 from tempnet.models.dual_encoder_config import IMAGE_ENCODER_DIRECTORY
 from tempnet.softmax.config import LOSS_KINDS
-from tempnet.weights import check_weight_files
 
 _NUM_TOKENS_PER_STEP = 2048
 # What the loss needs beside its range of τ to reach the figure of the test (docs/when.md).
 RECIPE = ("--temperature.input", "hidden", "--temperature.no-normalize-input", "--temperature.pooling", "linear")
-FEATURES = {"scalars": "scalars of the logits", "hidden": "hidden state", "both": "both"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadroomSettings(TextSettings):
+class TextMeasurement(TextSettings):
+    """A text and a language model, checked."""
+
     own_fields = ("tokens_per_document",)
     vocab_size: int
     eos_id: int
     known_text: tuple[str, ...]
     """Names of archives that the model is known to have been trained on."""
 
-
-def resolve_settings(config: Headroom) -> tuple[HeadroomSettings, list[Archive]]:
-    with naming_field("text: "):
-        archives = list_sources(config.text)
-    with naming_field("model = "):
-        check_source(local_copy(config.model, with_weights=False))
-    if is_directory(join(config.model, IMAGE_ENCODER_DIRECTORY)):
-        raise ValueError(
-            f"model = {config.model!r} is an image–text model, and text is for causal language models: give images in "
-            "its place"
+    @classmethod
+    def resolve(cls, config: Headroom) -> TextMeasurement:
+        with naming_field("text: "):
+            archives = list_sources(config.text)
+        if is_directory(join(config.model, IMAGE_ENCODER_DIRECTORY)):
+            raise ValueError(
+                f"model = {config.model!r} is an image–text model, and text is for causal language models: give images in "
+                "its place"
+            )
+        base, tokenizer = checked_model(config.model, "model = ")
+        options = text_options(config, tokenizer, base)
+        # Documents are read until there are as many as folds.
+        number = len(list(itertools.islice(read_documents(config, archives, Counter(), []), config.folds)))
+        if number < config.folds:
+            raise ValueError(
+                f"text = {config.text!r} has {number} readable documents, fewer than folds = {config.folds}: the interval "
+                "is over documents, so give more text, or text with a record for every document"
+            )
+        return cls(
+            **options,
+            archives=archives,
+            vocab_size=len(tokenizer),
+            eos_id=int(tokenizer.eos_token_id),
+            known_text=tuple(warn_of_known_text(config.model, config.text, archives, field="text")),
         )
-    with naming_field("model = "):
-        check_weight_files(place := local_copy(config.model))
-        base = read_config(place).get_text_config()
-    tokenizer = load_tokenizer(config.model)
-    if len(tokenizer) > base.vocab_size:
-        raise ValueError(
-            f"model = {config.model!r}: its tokenizer has {len(tokenizer)} tokens, more than its {base.vocab_size} logits"
+
+    @property
+    def source(self) -> str:
+        return str(self.config.text)
+
+    @property
+    def warning(self) -> str:
+        """Sentences if the model is known to have been trained on some of the text, or together with a TempNet."""
+        warnings = []
+        if self.known_text:
+            warnings.append("The model was trained on some of this text: the verdict does not hold for new text.")
+        _, loss = read_training_text(self.config.model)
+        if loss in LOSS_KINDS and LOSS_KINDS[loss].temperature == "tempnet":
+            warnings.append(
+                f"The model was trained together with a TempNet (loss {loss}): τ = 1 is not its own scale, and what is "
+                "gained over it or over a constant says nothing about a model trained by plain cross-entropy."
+            )
+        return " ".join(warnings)
+
+    def facts(self, output: str, questions: Sequence[Question]) -> dict[str, Any]:
+        """Returns the names of the archives that the model was trained on, and what it says at documents' ends."""
+        (question,) = questions
+        end = {**asdict(measure_end(output, question.files)), "is_target": question.with_end}
+        return {"known_text": list(self.known_text), "end_of_document": end}
+
+    def question(self, output: str, files: Sequence[str]) -> Question:
+        """Returns the question that the tables answer; whether documents' ends count is measured on them."""
+        rule = self.config.end_of_document
+        end = measure_end(output, files)
+        if rule == "measured":
+            print(f"the end of a document is {end.describe()}")
+        return Question(files=files, with_end=end.is_target if rule == "measured" else rule == "target")
+
+    def command(self, test: HeadroomTest, question: Question) -> str:
+        """Returns the command that trains a TempNet for what the test has found, on four fifths of the text."""
+        settings = self.config
+        is_fp32 = settings.precision == "fp32"
+        options = {
+            "run.name": f"{model_labels([settings.model])[0]}-tempnet",
+            "model.path": settings.model,
+            "data.train": settings.text,
+            "data.validation": "",
+            "data.context-length": str(min(settings.context_length, settings.tokens_per_document)),
+            "data.end-of-document": "target" if question.with_end else "ignored",
+            "temperature.loss": "proper",
+            "temperature.tau-max": f"{test.wanted_tau_max:g}",
+            "workers.precision": "fp32" if is_fp32 else "bf16",
+        }
+        if settings.text_field != "text":
+            options["data.text-field"] = settings.text_field
+        if settings.precision in ("int8", "fp8"):
+            options["model.precision"] = settings.precision
+        preset = "frozen" if settings.workers.use_gpu else "frozen-small"
+        if preset == "frozen-small":
+            # Its own 400 steps of 16 short blocks deliver 57 to 97 % of the promise, these 85 to 147 % (docs/when.md).
+            context_length = int(options["data.context-length"])
+            num_blocks = int(0.8 * test.sums.counts.sum().item()) // context_length
+            wanted = 2 * math.ceil(_NUM_TOKENS_PER_STEP / (2 * context_length))
+            options |= {"run.num-steps": "600", "optimizer.batch-size": str(max(16, min(wanted, num_blocks // 2 * 2)))}
+        words = [word for name, value in options.items() for word in (f"--{name}", value)]
+        return as_typed(["jobs.train_lm", preset, *words, *RECIPE])
+
+    def advice(self, test: HeadroomTest, question: Question) -> str:
+        """Returns the command with a line before it, unless nothing is to be gained."""
+        if 1000 * test.sums.gain(test.best_features, CONSTANT).high <= self.config.least_gain:
+            return ""
+        return (
+            "\n\nThis command trains a TempNet that realises it, on four fifths of the documents, and judges it on the "
+            f"others:\n\n{self.command(test, question)}"
         )
-    options = text_options(config, tokenizer, base)
-    _check_number_of_documents(config, archives)
-    return HeadroomSettings(
-        **options,
-        vocab_size=len(tokenizer),
-        eos_id=int(tokenizer.eos_token_id),
-        known_text=tuple(warn_of_known_text(config.model, config.text, archives, field="text")),
-    ), archives
 
-
-def _check_number_of_documents(config: Headroom, archives: list[Archive]) -> None:
-    """Read documents until there are as many as folds, and raise a ValueError if there are fewer."""
-
-    def documents() -> Iterator[Document]:
-        for archive in archives:
-            found = readable_documents(config.text, archive, config.text_field, Counter(), [])
-            yield from itertools.islice(found, config.max_documents or None)
-
-    number = sum(1 for _ in itertools.islice(documents(), config.folds))
-    if number < config.folds:
-        raise ValueError(
-            f"text = {config.text!r} has {number} readable documents, fewer than folds = {config.folds}: the interval is "
-            "over documents, so give more text, or text with a record for every document"
-        )
+    def measure(self, output: str) -> list[Question]:
+        """Write the parts that are missing in `output`, and return the one question; errors are those of `map_archives`."""
+        records, _ = map_archives(self, output, partial(Measurer, self))
+        return [self.question(output, part_files(records))]
 
 
 class Measurer(TokenReader):
-    def __init__(self, settings: HeadroomSettings, *, use_gpu: bool = False, device_map: DeviceMap = None) -> None:
-        options = loading_options(settings.config.precision) | {"device_map": device_map}
-        base = load_base(local_copy(settings.config.model), fetch=local_copy, **options).eval()
-        super().__init__(settings, base, settings.vocab_size, use_gpu=use_gpu)
-        self._limit, self._end = settings.config.tokens_per_document, settings.eos_id
+    def __init__(self, settings: TextMeasurement) -> None:
+        config = settings.config
+        options = loading_options(config.precision) | {"device_map": config.workers.device_map}
+        base = load_base(local_copy(config.model), fetch=local_copy, **options).eval()
+        super().__init__(settings, base, settings.vocab_size)
+        self._limit, self._end = config.tokens_per_document, settings.eos_id
 
     def __call__(self, part: Part) -> Finished:
-        """Make the table of a part, with one row per token.
-
-        A document that is read to its end ends with the end-of-text token, of which the test says whether it counts.
-        """
+        """Make the table of a part, a row per token; a document that is read to its end ends with the end-of-text token."""
         ids = [
             values[: self._limit] if len(values) > self._limit else np.append(values, self._end)
             for values in token_arrays(part.table["token_ids"])
@@ -141,115 +193,8 @@ class Measurer(TokenReader):
         return Tokens.join(found, torch.cat(places).argsort())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextMeasurement:
-    config: Headroom
-    settings: HeadroomSettings
-    archives: list[Archive]
-
-    @classmethod
-    def resolve(cls, config: Headroom) -> TextMeasurement:
-        settings, archives = resolve_settings(config)
-        return cls(config=config, settings=settings, archives=archives)
-
-    @property
-    def source(self) -> str:
-        return str(self.settings.config.text)
-
-    @property
-    def warning(self) -> str:
-        """Sentences if the model is known to have been trained on some of the text, or together with a TempNet."""
-        warnings = []
-        if self.settings.known_text:
-            warnings.append("The model was trained on some of this text: the verdict does not hold for new text.")
-        _, loss = read_training_text(self.config.model)
-        if loss in LOSS_KINDS and LOSS_KINDS[loss].temperature == "tempnet":
-            warnings.append(
-                f"The model was trained together with a TempNet (loss {loss}): τ = 1 is not its own scale, and what is "
-                "gained over it or over a constant says nothing about a model trained by plain cross-entropy."
-            )
-        return " ".join(warnings)
-
-    def record(self) -> dict[str, Any]:
-        return self.settings.record(self.archives)
-
-    def facts(self, output: str, questions: Sequence[Question]) -> dict[str, Any]:
-        """Returns the names of the archives that the model was trained on, and what it says at documents' ends."""
-        (question,) = questions
-        end = {**asdict(measure_end(output, question.files)), "is_target": question.with_end}
-        return {"known_text": list(self.settings.known_text), "end_of_document": end}
-
-    def question(self, output: str, files: Sequence[str]) -> Question:
-        """Returns the question that the tables answer; whether documents' ends count is measured on them."""
-        rule = self.config.end_of_document
-        end = measure_end(output, files)
-        if rule == "measured":
-            print(f"the end of a document is {end.describe()}")
-        return token_question(files, with_end=end.is_target if rule == "measured" else rule == "target")
-
-    def command(self, test: HeadroomTest, question: Question) -> str:
-        """Returns the command that trains a TempNet for what the test has found, on four fifths of the text."""
-        settings = self.settings.config
-        is_fp32 = settings.precision == "fp32"
-        options = {
-            "run.name": f"{model_labels([settings.model])[0]}-tempnet",
-            "model.path": settings.model,
-            "data.train": settings.text,
-            "data.validation": "",
-            "data.context-length": str(min(settings.context_length, settings.tokens_per_document)),
-            "data.end-of-document": "target" if question.with_end else "ignored",
-            "temperature.loss": "proper",
-            "temperature.tau-max": f"{test.wanted_tau_max:g}",
-            "workers.precision": "fp32" if is_fp32 else "bf16",
-        }
-        if settings.text_field != "text":
-            options["data.text-field"] = settings.text_field
-        if settings.precision in ("int8", "fp8"):
-            options["model.precision"] = settings.precision
-        preset = "frozen" if self.config.workers.use_gpu else "frozen-small"
-        if preset == "frozen-small":
-            # Its own 400 steps of 16 short blocks deliver 57 to 97 % of the promise, these 85 to 147 % (docs/when.md).
-            context_length = int(options["data.context-length"])
-            num_blocks = int(0.8 * test.sums.counts.sum().item()) // context_length
-            wanted = 2 * math.ceil(_NUM_TOKENS_PER_STEP / (2 * context_length))
-            options |= {"run.num-steps": "600", "optimizer.batch-size": str(max(16, min(wanted, num_blocks // 2 * 2)))}
-        words = [word for name, value in options.items() for word in (f"--{name}", value)]
-        return as_typed(["jobs.train_lm", preset, *words, *RECIPE])
-
-    def advice(self, test: HeadroomTest, question: Question) -> str:
-        """Returns the command with a line before it, unless nothing is to be gained."""
-        if 1000 * test.sums.gain(test.best_features, CONSTANT).high <= self.config.least_gain:
-            return ""
-        return (
-            "\n\nThis command trains a TempNet that realises it, on four fifths of the documents, and judges it on the "
-            f"others:\n\n{self.command(test, question)}"
-        )
-
-    def measure(self, output: str) -> list[Question]:
-        """Write the parts that are missing in `output`, and return the one question; errors are those of `map_archives`."""
-        workers, max_bad_share = self.config.workers, self.config.max_bad_share
-        model = partial(Measurer, self.settings, **workers.devices)
-        records, _ = map_archives(self.settings, self.archives, output, workers, model, max_bad_share=max_bad_share)
-        return [self.question(output, part_files(records))]
-
-
 def measure_end(output: str, files: Sequence[str]) -> EndOfDocument:
     """Returns what the model says at the ends of the documents, from its tables."""
     losses = end_losses(output, files)
     probability = math.exp(-losses.mean().item()) if len(losses) else 0.0
     return EndOfDocument(probability=probability, num_documents=len(losses))
-
-
-def token_question(files: Sequence[str], *, with_end: bool = True) -> Question:
-    return Question(
-        with_end=with_end,
-        name="",
-        title="",
-        files=tuple(files),
-        noun="token",
-        case="token",
-        document="document",
-        candidate="token",
-        features=FEATURES,
-        own_name="τ = 1",
-    )

@@ -37,11 +37,7 @@ class Temperature:
 
     @classmethod
     def parse(cls, text: str) -> Temperature:
-        """Parse a temperature from the command line.
-
-        Raises:
-            ValueError: naming the legal values.
-        """
+        """Parse a temperature from the command line (ValueError)."""
         kind, _, number = text.partition(":")
         try:
             value = float(number) if number else None
@@ -123,18 +119,13 @@ class EvaluateConfig(EvaluationConfig):
             raise ValueError("nothing to evaluate on: give wikitext, lambada or tasks")
         check_precision("dtype", self.dtype)
         check_least(self, limit=0, num_fewshot=-1, max_length=0, batch_size=1)
-        for name in ("wikitext", "lambada"):
-            if (path := getattr(self, name)) and "://" not in path and not Path(path).is_file():
-                raise ValueError(f"{name} = {path!r} is no file")
-        for name in ("include_path", "data_dir"):
-            if (path := getattr(self, name)) and "://" not in path and not Path(path).is_dir():
-                raise ValueError(f"{name} = {path!r} is no directory")
+        for name in ("wikitext", "lambada", "include_path", "data_dir"):
+            kind, is_there = ("file", Path.is_file) if name in ("wikitext", "lambada") else ("directory", Path.is_dir)
+            if (path := getattr(self, name)) and "://" not in path and not is_there(Path(path)):
+                raise ValueError(f"{name} = {path!r} is no {kind}")
         if not self.temperatures:
             raise ValueError("temperatures is empty: name one, tempnet, fixed:VALUE or several")
-        for name, values in (
-            ("temperatures", [temperature.name for temperature in self.columns]),
-            ("tasks", self.tasks),
-        ):
+        for name, values in (("temperatures", [column.name for column in self.columns]), ("tasks", self.tasks)):
             if len(set(values)) < len(values):
                 raise ValueError(f"{name} = {' '.join(values)} names something twice")
 

@@ -1,24 +1,21 @@
 """Running an evaluation: the plan is checked, workers compute the unfinished units, and a table is published.
 
-All checks that can fail an evaluation before it starts are made by `make_plan`, which needs no Ray. A unit's result is kept
-in a file that is named after everything that decides it.
+All checks that can fail an evaluation before it starts are made by `make_plan`, which needs no Ray.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors.numpy
@@ -28,12 +25,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from jobs.engine.export import model_digest, tempnet_digest
 from jobs.engine.fields import absolute_path
-from jobs.engine.report import markdown_table
 from jobs.engine.tracking import resolve_uri
-from jobs.scoring.language_models.config import NO_TEMPNET, EvaluateConfig, Temperature
+from jobs.scoring.language_models.config import NO_TEMPNET, EvaluateConfig
 from jobs.scoring.language_models.harness import Tasks, TemperedLM, run_task
 from jobs.scoring.language_models.windows import (
-    Score,
     ScoredWindow,
     document_windows,
     num_words,
@@ -45,19 +40,19 @@ from jobs.scoring.language_models.windows import (
     wikitext_pages,
     windows_digest,
 )
-from jobs.scoring.results import Column, Results, publish_evaluation
-from jobs.scoring.units import Finished, LoadedModel, ModelSpec, UnitStore, map_units, model_labels
+from jobs.scoring.results import Column, Results, figure_table, publish_evaluation
+from jobs.scoring.text_parts import checked_model, checked_tempnet
+from jobs.scoring.units import Finished, ModelSpec, UnitStore, holding_one, map_units, model_labels, unit_key
 from jobs.tasks.base import naming_field
-from pipelines.local_copy import checked_copy, is_directory, local_copy
+from pipelines.local_copy import is_directory, local_copy
 from pipelines.storage import join
 from pipelines.text.tokenization import load_tokenizer
-from tempnet.base_model import load_base, read_config
+from tempnet.base_model import load_base
 from tempnet.devices import input_device, loading_options, move_base
 from tempnet.fingerprints import files_digest
-from tempnet.loading import load_causal_lm, load_tempnet
+from tempnet.loading import load_causal_lm
 from tempnet.network import PAIRED_DIRECTORY, TempNet
 from tempnet.statistics import spearman
-from tempnet.weights import check_weight_files
 
 WIKITEXT, LAMBADA = "wikitext", "lambada"
 # Increase this whenever the same input would give another result.
@@ -83,60 +78,43 @@ class LanguageModelSpec(ModelSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationUnit:
-    """One model at one temperature on one task, or on one slice of a task."""
+    """One model on one task, or on one slice of a task, at temperatures that share forward passes."""
 
     model: LanguageModelSpec
-    temperature: Temperature
     task: str
-    part: int
-    key: str
-    """Hash of everything that decides the result. It leaves out the batch size, the workers and the device, which affect
-    only the last digits."""
-
-    @property
-    def file(self) -> str:
-        return f"{self.key}.json"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One item of work for a worker: the units of one model and task that share forward passes, one per temperature."""
-
-    units: tuple[EvaluationUnit, ...]
+    part: int = 0
     windows: tuple[ScoredWindow, ...] = ()
     """The windows to score; empty for a task of the harness."""
+    keys: Mapping[str, str]
+    """Name of a temperature → hash of everything that decides the result at it, by which its file is named. It leaves out
+    the batch size, the workers and the device, which affect only the last digits."""
 
     @property
     def title(self) -> str:
-        first = self.units[0]
-        part = f" part {first.part + 1}" if self.windows else ""
-        return f"{first.model.label} · {first.task}{part} · {', '.join(unit.temperature.name for unit in self.units)}"
+        part = f" part {self.part + 1}" if self.windows else ""
+        return f"{self.model.label} · {self.task}{part} · {', '.join(self.keys)}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(NamedTuple):
     models: list[LanguageModelSpec]
-    temperatures: list[Temperature]
-    jobs: list[Job]
-    num_words: int
-    """Number of words of the WikiText file that are scored."""
-    num_bytes: int
-    """Number of UTF-8 bytes of the same text."""
+    units: list[EvaluationUnit]
+    pages: list[str]
+    """Documents of the WikiText file that are scored."""
 
     @property
-    def units(self) -> list[EvaluationUnit]:
-        return [unit for job in self.jobs for unit in job.units]
+    def keys(self) -> list[str]:
+        return [key for unit in self.units for key in unit.keys.values()]
 
 
 def make_plan(config: EvaluateConfig) -> Plan:
-    """Check the configuration, and divide the work into jobs."""
+    """Check the configuration, and divide the work into units."""
     tasks = Tasks(config.include_path, config.data_dir)
     task_digests = {name: _task_digest(tasks, name) for name in config.tasks}
     with naming_field("wikitext = "):
         pages = wikitext_pages(read_text(config.wikitext))[: config.limit or None] if config.wikitext else []
     with naming_field("lambada = "):
         pairs = read_lambada(config.lambada, config.limit) if config.lambada else []
-    models, jobs = [], []
+    models, units = [], []
     for label, path, tempnet in zip(model_labels(config.models), config.models, _tempnets(config), strict=True):
         spec, tokenizer = _model_spec(config, label, path, tempnet)
         models.append(spec)
@@ -149,47 +127,30 @@ def make_plan(config: EvaluateConfig) -> Plan:
         ]
         for task, windows in ((WIKITEXT, list(itertools.chain(*documents))), (LAMBADA, words)):
             for part, inside in enumerate(slices(windows)):
-                what: dict[str, Any] = {"windows": windows_digest(inside)}
-                units = tuple(_unit(config, spec, temperature, task, what, part) for temperature in config.columns)
-                jobs.append(Job(units=units, windows=tuple(inside)))
+                keys = _keys(config, spec, {"windows": windows_digest(inside)})
+                units.append(EvaluationUnit(model=spec, task=task, part=part, windows=tuple(inside), keys=keys))
         for name, digest in task_digests.items():
-            what = {
-                "task": name,
-                "task_digest": digest,
-                "limit": config.limit,
-                "num_fewshot": config.num_fewshot,
-                "document_start": config.document_start,
-                "max_length": length,
-            }
-            jobs += [Job(units=(_unit(config, spec, temperature, name, what),)) for temperature in config.columns]
-    return Plan(
-        models=models,
-        temperatures=config.columns,
-        jobs=jobs,
-        num_words=sum(map(num_words, pages)),
-        num_bytes=sum(len(page.encode()) for page in pages),
-    )
+            asked = {item: getattr(config, item) for item in ("limit", "num_fewshot", "document_start")}
+            keys = _keys(config, spec, {"task": name, "task_digest": digest, "max_length": length, **asked})
+            units += [EvaluationUnit(model=spec, task=name, keys={at: key}) for at, key in keys.items()]
+    return Plan(models, units, pages)
 
 
-def _unit(
-    config: EvaluateConfig,
-    model: LanguageModelSpec,
-    temperature: Temperature,
-    task: str,
-    what: dict[str, Any],
-    part: int = 0,
-) -> EvaluationUnit:
-    content = {
-        "version": _VERSION,
-        "model": model.digest,
-        "vocab_size": model.vocab_size,
-        "temperature": temperature.name,
-        "tempnet": model.tempnet_digest if temperature.needs_tempnet else None,
-        "dtype": config.dtype,
-        **what,
-    }
-    key = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=12).hexdigest()
-    return EvaluationUnit(model=model, temperature=temperature, task=task, part=part, key=key)
+def _keys(config: EvaluateConfig, model: LanguageModelSpec, what: dict[str, Any]) -> dict[str, str]:
+    """Returns name of a temperature → key; `what` is scored."""
+    keys = {}
+    for temperature in config.columns:
+        content = {
+            "version": _VERSION,
+            "model": model.digest,
+            "vocab_size": model.vocab_size,
+            "temperature": temperature.name,
+            "tempnet": model.tempnet_digest if temperature.needs_tempnet else None,
+            "dtype": config.dtype,
+            **what,
+        }
+        keys[temperature.name] = unit_key(dict(sorted(content.items())))
+    return keys
 
 
 def _task_digest(tasks: Tasks, name: str) -> str:
@@ -213,29 +174,8 @@ def _tempnets(config: EvaluateConfig) -> list[str]:
 def _model_spec(
     config: EvaluateConfig, label: str, path: str, tempnet: str
 ) -> tuple[LanguageModelSpec, PreTrainedTokenizerFast]:
-    place = checked_copy(path, "models: ")
-    check_weight_files(place)
-    with naming_field("models: "):
-        base = read_config(place, trust_remote_code=config.trust_remote_code)
-    tokenizer = load_tokenizer(path)
-    num_logits = base.get_text_config().vocab_size
-    if len(tokenizer) > num_logits:
-        raise ValueError(f"the tokenizer of {path} has {len(tokenizer)} tokens, the model a vocabulary of {num_logits}")
-    network: TempNet | None = None
-    if tempnet:
-        with naming_field("tempnets: "):
-            network = load_tempnet(local_copy(tempnet))
-        state_size = base.get_text_config().hidden_size
-        if network.config.reads_state and network.config.state_size != state_size:
-            raise ValueError(
-                f"the TempNet {tempnet} reads hidden states of {network.config.state_size} numbers, those of {path} have "
-                f"{state_size}"
-            )
-        if network.config.input_size != len(tokenizer):
-            raise ValueError(
-                f"the TempNet {tempnet} was built for a vocabulary of {network.config.input_size}, the tokenizer of "
-                f"{path} has {len(tokenizer)} tokens"
-            )
+    base, tokenizer = checked_model(path, "models: ", trust_remote_code=config.trust_remote_code)
+    network = checked_tempnet(tempnet, "tempnets: ", path, base, tokenizer) if tempnet else None
     for temperature in config.columns:
         if temperature.needs_tempnet and network is None:
             raise ValueError(
@@ -259,55 +199,53 @@ def _model_spec(
 
 
 class Evaluator:
-    """What a worker of the pool runs: it holds one language model at a time, and computes the results of jobs."""
+    """What a worker of the pool runs: it holds one language model at a time, and computes the results of units."""
 
     def __init__(self, config: EvaluateConfig) -> None:
         # else the harness opens a process pool over all CPUs to bootstrap standard errors
         os.environ["DISABLE_MULTIPROC"] = "1"
         self._config = config
+        self._temperatures = {temperature.name: temperature for temperature in config.columns}
         self._tasks = Tasks(config.include_path, config.data_dir)
-        self._model = LoadedModel(self._load)
+        self._model = holding_one(self._load)
 
-    def __call__(self, job: Job) -> Finished:
-        started, config, spec = time.monotonic(), self._config, job.units[0].model
-        base, network, tokenizer = self._model.get(spec)
-        results: dict[str, Score] | dict[str, dict[str, float]]
-        if job.windows:
-            functions = {unit.temperature.name: unit.temperature.function(network) for unit in job.units}
-            results = score_windows(
-                base, job.windows, functions, vocab_size=spec.vocab_size, batch_size=config.batch_size
-            )
+    def __call__(self, unit: EvaluationUnit) -> Finished:
+        started, config, spec = time.monotonic(), self._config, unit.model
+        base, network, tokenizer = self._model(spec)
+        files: dict[str, Any] = {}
+        results: dict[str, dict[str, float]] = {}
+        if unit.windows:
+            functions = {name: self._temperatures[name].function(network) for name in unit.keys}
+            sizes = {"vocab_size": spec.vocab_size, "batch_size": config.batch_size}
+            for name, score in score_windows(base, unit.windows, functions, **sizes).items():
+                results[name] = {
+                    item: getattr(score, item) for item in ("nll", "num_tokens", "num_windows", "num_greedy")
+                }
+                if self._temperatures[name].needs_tempnet:
+                    arrays = {"tau": np.concatenate(score.tau), "entropy": np.concatenate(score.entropy)}
+                    files[f"{unit.keys[name]}.safetensors"] = safetensors.numpy.save(arrays)
         else:
-            (unit,) = job.units
+            (name,) = unit.keys
             lm = TemperedLM(
                 base,
                 tokenizer,
-                temperature=unit.temperature,
+                temperature=self._temperatures[name],
                 network=network,
                 vocab_size=spec.vocab_size,
                 max_length=spec.max_length,
                 batch_size=config.batch_size,
                 document_start=config.document_start,
             )
-            scores = run_task(lm, self._tasks, unit.task, limit=config.limit, num_fewshot=config.num_fewshot)
-            results = {unit.temperature.name: scores}
-        files: dict[str, Any] = {}
-        for unit in job.units:
-            result = results[unit.temperature.name]
-            if isinstance(result, Score):
-                if unit.temperature.needs_tempnet:
-                    arrays = {"tau": np.concatenate(result.tau), "entropy": np.concatenate(result.entropy)}
-                    files[f"{unit.key}.safetensors"] = safetensors.numpy.save(arrays)
-                names = ("nll", "num_tokens", "num_windows", "num_greedy")
-                result = {name: getattr(result, name) for name in names}
-            files[unit.file] = {  # comes last, since its existence marks the unit as finished
-                "model": unit.model.path,
-                "tempnet": unit.model.tempnet,
-                "temperature": unit.temperature.name,
+            results[name] = run_task(lm, self._tasks, unit.task, limit=config.limit, num_fewshot=config.num_fewshot)
+        for name, key in unit.keys.items():  # these come last, since their existence marks the unit as finished
+            files[f"{key}.json"] = {
+                "model": spec.path,
+                "tempnet": spec.tempnet,
+                "temperature": name,
                 "task": unit.task,
                 "part": unit.part,
                 "seconds": round(time.monotonic() - started, 3),
-                "result": result,
+                "result": results[name],
             }
         return Finished(files=files)
 
@@ -336,47 +274,43 @@ def evaluate(config: EvaluateConfig) -> Results:
     uri = resolve_uri(config.tracking, config.run.resolved_storage)
     plan = make_plan(config)
     store = UnitStore(f"{config.run.directory}/units")
-    finished = store.names()
-    jobs = [replace(job, units=tuple(unit for unit in job.units if unit.file not in finished)) for job in plan.jobs]
-    left = [job for job in jobs if job.units]
-    num_left = sum(len(job.units) for job in left)
-    print(f"{len(plan.units)} units, {len(plan.units) - num_left} of them finished before; {config.run.directory}")
-    # The workers have another working directory. The jobs of a model follow one another, so they rarely change it.
+    missing = set(store.missing(plan.keys, lambda key: [f"{key}.json"]))
+    left = [
+        replace(unit, keys={name: key for name, key in unit.keys.items() if key in missing})
+        for unit in plan.units
+        if not missing.isdisjoint(unit.keys.values())
+    ]
+    # The workers have another working directory. The units of a model follow one another, so they rarely change it.
     absolute = replace(
         config, include_path=absolute_path(config.include_path), data_dir=absolute_path(config.data_dir or ".")
     )
     failed = map_units(left, partial(Evaluator, absolute), config.workers, store).failed
-    return publish_evaluation(
-        config,
-        uri=uri,
-        columns=make_columns(plan, store),
-        render=markdown,
-        identity=[unit.key for unit in plan.units],
-        failed=failed,
-    )
+    columns = make_columns(config, plan, store)
+    table = markdown(columns)
+    return publish_evaluation(config, uri=uri, columns=columns, table=table, identity=plan.keys, failed=failed)
 
 
-def make_columns(plan: Plan, store: UnitStore) -> list[Column]:
+def make_columns(config: EvaluateConfig, plan: Plan, store: UnitStore) -> list[Column]:
     """Returns the columns of all models and temperatures, without figures for tasks that have unfinished units."""
-    units = defaultdict[tuple[str, str, str], list[EvaluationUnit]](list)
-    for unit in plan.units:
-        units[unit.model.label, unit.temperature.name, unit.task].append(unit)
     columns = []
-    for model, temperature in itertools.product(plan.models, plan.temperatures):
-        column = Column(
-            title=f"{model.label} · {temperature.name}",
-            parameters={"model": model.path, "tempnet": model.tempnet, "temperature": temperature.name},
-        )
-        for (label, name, task), parts in units.items():
-            if (label, name) == (model.label, temperature.name):
-                column.metrics.update(_figures(plan, store, task, parts))
+    for model, temperature in itertools.product(plan.models, config.columns):
+        parameters = {"model": model.path, "tempnet": model.tempnet, "temperature": temperature.name}
+        column = Column(title=f"{model.label} · {temperature.name}", parameters=parameters)
         columns.append(column)
+        keys = defaultdict[str, list[str]](list)
+        for unit in plan.units:
+            if unit.model == model and temperature.name in unit.keys:
+                keys[unit.task].append(unit.keys[temperature.name])
+        for task, of_task in keys.items():
+            column.metrics.update(_figures(plan.pages, store, task, of_task, with_tau=temperature.needs_tempnet))
     return columns
 
 
-def _figures(plan: Plan, store: UnitStore, task: str, units: list[EvaluationUnit]) -> dict[str, float]:
-    records = [record for unit in units if (record := store.read_json(unit.file)) is not None]
-    if len(records) < len(units):
+def _figures(
+    pages: Sequence[str], store: UnitStore, task: str, keys: Sequence[str], *, with_tau: bool
+) -> dict[str, float]:
+    records = [record for key in keys if (record := store.read_json(f"{key}.json")) is not None]
+    if len(records) < len(keys):
         return {}
     results = [record["result"] for record in records]
     if task not in (WIKITEXT, LAMBADA):
@@ -388,14 +322,14 @@ def _figures(plan: Plan, store: UnitStore, task: str, units: list[EvaluationUnit
     figures: dict[str, float]
     if task == WIKITEXT:
         figures = {
-            "word_perplexity": _exp(nll / plan.num_words),
+            "word_perplexity": _exp(nll / sum(map(num_words, pages))),
             "token_perplexity": _exp(nll / num_tokens),
-            "bits_per_byte": nll / plan.num_bytes / math.log(2),
+            "bits_per_byte": nll / sum(len(page.encode()) for page in pages) / math.log(2),
         }
     else:
         figures = {"perplexity": _exp(nll / num_windows), "acc": num_greedy / num_windows}
-    if units[0].temperature.needs_tempnet:
-        arrays = [safetensors.numpy.load(store.read(f"{unit.key}.safetensors")) for unit in units]
+    if with_tau:
+        arrays = [safetensors.numpy.load(store.read(f"{key}.safetensors")) for key in keys]
         tau, entropy = (np.concatenate([array[name] for array in arrays]) for name in ("tau", "entropy"))
         figures |= {
             "tau_mean": float(tau.mean(dtype=np.float64)),
@@ -406,27 +340,19 @@ def _figures(plan: Plan, store: UnitStore, task: str, units: list[EvaluationUnit
 
 
 def markdown(columns: Sequence[Column]) -> str:
-    names = list(dict.fromkeys(name for column in columns for name in column.metrics))
-    tasks = list(dict.fromkeys(name.partition("/")[0] for name in names))
-    # figures of τ may appear only in a later column, so they are moved to their task
-    names.sort(key=lambda name: tasks.index(name.partition("/")[0]))
-    rows = [["", *(column.title for column in columns)]]
-    for name in names:
-        if "_stderr" not in name:
-            task, _, metric = name.partition("/")
-            title = f"{task} {_TITLES.get(metric, metric)}"
-            rows.append([title, *(_cell(column.metrics, name) for column in columns)])
-    return markdown_table(rows)
+    """Returns the table; a standard error stands behind its figure."""
 
+    def title(name: str) -> str:
+        task, _, metric = name.partition("/")
+        return "" if "_stderr" in name else f"{task} {_TITLES.get(metric, metric)}"
 
-def _cell(metrics: dict[str, float], name: str) -> str:
-    if name not in metrics:
-        return "–"
-    value = metrics[name]
-    text = f"{value:,.2f}" if "perplexity" in name else f"{value:.4f}"
-    metric, dot, filter_name = name.partition(".")
-    error = metrics.get(f"{metric}_stderr{dot}{filter_name}")
-    return text if error is None else f"{text} ± {error:.4f}"
+    def cell(metrics: Mapping[str, float], name: str) -> str:
+        text = f"{metrics[name]:,.2f}" if "perplexity" in name else f"{metrics[name]:.4f}"
+        metric, dot, filter_name = name.partition(".")
+        error = metrics.get(f"{metric}_stderr{dot}{filter_name}")
+        return text if error is None else f"{text} ± {error:.4f}"
+
+    return figure_table(columns, title, cell, "")
 
 
 def _exp(value: float) -> float:

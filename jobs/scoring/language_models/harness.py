@@ -40,11 +40,9 @@ _NUM_BOOTSTRAPS = 1000
 class TemperedLM(HFLM):
     """A causal LM whose logits are divided by τ.
 
-    With `document_start`, every prompt and every context of a log-likelihood request (such as a multiple-choice
-    question with any few-shot examples before it) starts with the document-start token, as documents did in training. A
-    context that is too long is truncated on the left and loses that token first. Without `document_start`, contexts are
-    encoded as the tokenizer does it. Empty contexts and rolling windows always start with exactly one document-start
-    token.
+    With `document_start`, every prompt and every context of a log-likelihood request starts with the document-start token, as
+    documents did in training, and loses that token first if it is too long; without, contexts are encoded as the tokenizer
+    does it. Empty contexts and rolling windows always start with exactly one document-start token.
     """
 
     def __init__(
@@ -186,7 +184,7 @@ class Tasks:
 def _data_of(
     item: str | dict[str, Any], index: Mapping[str, Any], given: Mapping[str, Any] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yields the fields on data of every task that a name stands for, or an entry of a group with fields of its own.
+    """Yields the fields on data of every task that a name, or an entry of a group with fields of its own, stands for.
 
     As in the harness, the fields of an entry come before those of the groups around it, and these before the task's.
     """

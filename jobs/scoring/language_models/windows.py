@@ -1,10 +1,7 @@
 """Texts as windows of tokens, and their negative log-likelihoods at several temperatures from one pass of the base model.
 
-Windows are rolling windows of a document, or a context with its last word. A window holds the tokens that the model reads,
-and the targets of its last positions. The document-start token (the one that begins every document in training) is placed
-before every document and, unless this is turned off, before every context.
-
-Softmax, τ and entropy are computed in float32 for a chunk of tokens at a time; sums are accumulated in float64.
+Windows are rolling windows of a document, or a context with its last word. The document-start token is placed before every
+document and, unless this is turned off, before every context. Softmax, τ and entropy are computed in float32.
 Shapes: B windows, T tokens, V vocabulary, N target tokens.
 """
 
@@ -58,10 +55,9 @@ def read_text(path: str) -> str:
 
 
 def wikitext_pages(text: str) -> list[str]:
-    """Returns the documents of a WikiText file; each begins at a heading `= Title =`.
+    """Returns the documents of a WikiText file, each from a heading `= Title =` on; a text without headings is one document.
 
-    A text without headings is one document. These are the pages of the data set that lm-evaluation-harness scores (62
-    in the test split, 60 in the validation split).
+    These are the pages that lm-evaluation-harness scores (62 in the test split, 60 in the validation split).
     """
     pages: list[list[str]] = [[]]
     for line in text.split("\n"):
@@ -73,10 +69,7 @@ def wikitext_pages(text: str) -> list[str]:
 
 
 def num_words(page: str) -> int:
-    """Returns the number of words as lm-evaluation-harness counts them.
-
-    These are the pieces between runs of whitespace, including empty ones at the ends.
-    """
+    """Returns the number of pieces between runs of whitespace, also empty ones at the ends, as lm-evaluation-harness does."""
     return len(re.split(r"\s+", page))
 
 
@@ -85,8 +78,7 @@ def document_windows(
 ) -> list[ScoredWindow]:
     """Returns the rolling windows of a document, in which every token is a target exactly once.
 
-    The document-start token precedes the first token. The windows do not overlap, except that the last one is filled up
-    with context, as in lm-evaluation-harness.
+    They do not overlap, except that the last one is filled up with context, as in lm-evaluation-harness.
     """
     text = wikitext_detokenizer({"page": page}) if detokenize else page
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -123,7 +115,7 @@ def encode_context(tokenizer: PreTrainedTokenizerFast, text: str, *, document_st
 def pair_window(
     tokenizer: PreTrainedTokenizerFast, context: str, continuation: str, max_length: int, *, document_start: bool
 ) -> ScoredWindow:
-    """Returns the window of a context and the continuation to score; one that is too long is truncated on the left.
+    """Returns the window of a context and the continuation to score, truncated on the left if it is too long.
 
     As in lm-evaluation-harness, the two are tokenised together and split where the context alone would end.
     """

@@ -1,9 +1,9 @@
-"""Running an evaluation of sentence encoders: workers compute the unfinished cells, and a table is published.
+"""Running an evaluation of sentence encoders: workers compute the unfinished cells, each one model on one task.
 
-A cell is one model on one task; finished cells are stored, so that an evaluation can continue. Frozen embeddings are judged
-by logistic regression without a hidden layer, SentEval's default (arXiv 1803.05449 §3). If a task has test sentences, the
-regularisation is chosen on its development sentences, or by cross-validation on the training sentences if it has none.
-Otherwise accuracy is the mean over cross-validation folds, and the regularisation is chosen anew within every fold.
+Frozen embeddings are judged by logistic regression without a hidden layer, SentEval's default (arXiv 1803.05449 §3). If a
+task has test sentences, the regularisation is chosen on its development sentences, or by cross-validation on the training
+sentences if it has none. Otherwise accuracy is the mean over cross-validation folds, and the regularisation is chosen anew
+within every fold.
 
 Shapes: n sentences, d size of the embedding.
 """
@@ -11,28 +11,26 @@ Shapes: n sentences, d size of the embedding.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
-import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from scipy.stats import pearsonr, spearmanr
 from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import StratifiedKFold
+from sklearn.model_selection import GridSearchCV, StratifiedKFold, cross_val_score
 
 from jobs.engine.export import model_digest
 from jobs.engine.fields import absolute_path, named_values
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.results import Column, Results, percent_table, publish_evaluation
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
-from jobs.scoring.units import Finished, LoadedModel, ModelSpec, UnitStore, map_units, model_labels
+from jobs.scoring.units import Finished, ModelSpec, UnitStore, holding_one, map_units, model_labels, unit_key
 from pipelines.local_copy import check_source, local_copy
 from pipelines.problems import TooManyProblemsError
 from pipelines.sentences.senteval import (
@@ -106,7 +104,7 @@ class WordVectors:
     def embed(self, texts: Sequence[str]) -> np.ndarray:
         """Returns the mean vectors (n, d) of the words between spaces, which are also looked up in lower case.
 
-        Words without a vector are passed over. A text without any has the vector of the full stop, or else 0.
+        A text without any known word has the vector of the full stop, or else 0.
         """
         found = np.zeros((len(texts), self.vectors.shape[1]), dtype=np.float32)
         for place, text in enumerate(texts):
@@ -147,22 +145,16 @@ class SentenceEncoderSpec(ModelSpec):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class Cell(NamedTuple):
     """One model on one task or one set of similarity judgements."""
 
     model: SentenceEncoderSpec
     data: SentenceTask | Judgements
-    options: Mapping[str, Any]
+    key: str
 
     @property
     def title(self) -> str:
         return f"{self.model.label} · {self.data.name}"
-
-    @property
-    def key(self) -> str:
-        content = [_VERSION, self.model.digest, self.model.num_tokens, dict(self.options), self.data.digest]
-        return hashlib.blake2b(json.dumps(content).encode(), digest_size=12).hexdigest()
 
     @property
     def file(self) -> str:
@@ -172,13 +164,15 @@ class Cell:
 def cells(
     config: EvaluateSentencesConfig, models: Sequence[SentenceEncoderSpec], data: Sequence[SentenceTask | Judgements]
 ) -> list[Cell]:
-    options = {"precision": config.precision}
-    folds = {"num_folds": config.num_folds, "num_inner_folds": config.num_inner_folds, "seed": config.seed}
-    return [
-        Cell(model=model, data=data_set, options=options | (folds if isinstance(data_set, SentenceTask) else {}))
-        for model in models
-        for data_set in data
-    ]
+    found = []
+    for model, one in itertools.product(models, data):
+        options = {"precision": config.precision} | (_folds(config) if isinstance(one, SentenceTask) else {})
+        found.append(Cell(model, one, unit_key([_VERSION, model.digest, model.num_tokens, options, one.digest])))
+    return found
+
+
+def _folds(config: EvaluateSentencesConfig) -> dict[str, int]:
+    return {"num_folds": config.num_folds, "num_inner_folds": config.num_inner_folds, "seed": config.seed}
 
 
 class CellComputer:
@@ -186,14 +180,36 @@ class CellComputer:
 
     def __init__(self, config: EvaluateSentencesConfig) -> None:
         self._config = config
-        self._encoder = LoadedModel(self._load)
+        self._encoder = holding_one(self._load)
 
     def __call__(self, cell: Cell) -> Finished:
         """Compute accuracy or correlations, the number of sentences or pairs, and the share of texts that were cut."""
-        return Finished(
-            files={cell.file: compute(cell, self._encoder.get(cell.model))},
-            num_cases=cell.data.num_lines if isinstance(cell.data, SentenceTask) else len(cell.data.first),
-        )
+        data, embed, num_seen = cell.data, self._encoder(cell.model), np.zeros(2, dtype=int)
+        is_snli = data.name == "SNLI"
+
+        def encode(texts: Sequence[str]) -> np.ndarray:
+            rows, num_cut = embed(texts)
+            num_seen[:] += len(texts), num_cut
+            return rows
+
+        def labelled(examples: Examples) -> Labelled:
+            features = encode(examples.first)
+            if examples.second is not None:
+                features = pair_features(features, encode(examples.second), with_both=is_snli)
+            return Labelled(features, examples.labels)
+
+        figures: dict[str, float]
+        if isinstance(data, Judgements):
+            num_cases = len(data.first)
+            figures = similarity_figures(encode(data.first), encode(data.second), data.scores, data.sizes)
+            figures["num_pairs"] = num_cases
+        else:
+            num_cases = data.num_lines
+            parts = {name: labelled(part) for name, part in data.parts.items()}
+            accuracy = transfer_accuracy(parts, **_folds(self._config), is_regularised=not is_snli)
+            figures = {"accuracy": accuracy, "num_sentences": sum(map(len, data.parts.values()))}
+        figures["share_cut"] = float(num_seen[1] / num_seen[0])
+        return Finished(files={cell.file: figures}, num_cases=num_cases)
 
     def _load(self, spec: SentenceEncoderSpec) -> Embed:
         if spec.path.startswith(_GLOVE):
@@ -211,35 +227,6 @@ class CellComputer:
         return embed
 
 
-def compute(cell: Cell, embed: Embed) -> dict[str, float]:
-    num_texts = num_cut = 0
-
-    def encode(texts: Sequence[str]) -> np.ndarray:
-        nonlocal num_texts, num_cut
-        rows, cut = embed(texts)
-        num_texts += len(texts)
-        num_cut += cut
-        return rows
-
-    data = cell.data
-    is_snli = data.name == "SNLI"
-
-    def labelled(examples: Examples) -> Labelled:
-        features = encode(examples.first)
-        if examples.second is not None:
-            features = pair_features(features, encode(examples.second), with_both=is_snli)
-        return Labelled(features, examples.labels)
-
-    if isinstance(data, Judgements):
-        figures = similarity_figures(encode(data.first), encode(data.second), data.scores, data.sizes)
-        return figures | {"num_pairs": len(data.first), "share_cut": num_cut / num_texts}
-    folds = {name: value for name, value in cell.options.items() if name != "precision"}
-    parts = {name: labelled(part) for name, part in data.parts.items()}
-    accuracy = transfer_accuracy(parts, **folds, is_regularised=not is_snli)
-    num_sentences = sum(map(len, data.parts.values()))
-    return {"accuracy": accuracy, "num_sentences": num_sentences, "share_cut": num_cut / num_texts}
-
-
 def evaluate(config: EvaluateSentencesConfig) -> Results:
     """Run or continue an evaluation, write `results.md` and `results.json`, and return the figures."""
     uri = resolve_uri(config.tracking, config.run.resolved_storage)
@@ -248,10 +235,9 @@ def evaluate(config: EvaluateSentencesConfig) -> Results:
     models = [SentenceEncoderSpec.read(label, path, config) for label, path in zip(labels, config.models, strict=True)]
     all_cells = cells(config, models, data)
     store = UnitStore(f"{config.run.directory}/cells")
-    finished = store.names()
-    left = [cell for cell in all_cells if cell.file not in finished]
-    print(f"{len(all_cells)} cells, {len(all_cells) - len(left)} of them finished before; {config.run.directory}")
-    failed = map_units(left, partial(CellComputer, config), config.workers, store, noun="lines").failed
+    failed = map_units(
+        store.missing(all_cells), partial(CellComputer, config), config.workers, store, noun="lines"
+    ).failed
     columns = [Column.of_model(model) for model in models]
     for column, model in zip(columns, models, strict=True):
         for cell in all_cells:
@@ -260,7 +246,8 @@ def evaluate(config: EvaluateSentencesConfig) -> Results:
                 column.metrics.update({f"{cell.data.name}/{name}": value for name, value in figures.items()})
         column.metrics.update({f"{data_set.name}/num_unreadable": sum(data_set.problems.values()) for data_set in data})
     identity = [cell.key for cell in all_cells]
-    return publish_evaluation(config, uri=uri, columns=columns, render=sentence_table, identity=identity, failed=failed)
+    table = sentence_table(columns)
+    return publish_evaluation(config, uri=uri, columns=columns, table=table, identity=identity, failed=failed)
 
 
 def sentence_table(columns: Sequence[Column]) -> str:
@@ -320,20 +307,15 @@ def check_folds(task: SentenceTask, config: EvaluateSentencesConfig) -> None:
 
 
 # SentEval's grid of inverse regularisation strengths.
-INVERSE_STRENGTHS = tuple(2.0**power for power in range(-2, 4))
+INVERSE_STRENGTHS = [2.0**power for power in range(-2, 4)]
 _UNREGULARISED = 1e9
-_NUM_ITERATIONS = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class Labelled:
-    """Features (n, d) and class labels (n,)."""
-
+class Labelled(NamedTuple):
     features: np.ndarray
+    """(n, d)."""
     labels: np.ndarray
-
-    def __getitem__(self, rows: np.ndarray) -> Labelled:
-        return Labelled(self.features[rows], self.labels[rows])
+    """(n,) classes."""
 
 
 def pair_features(first: np.ndarray, second: np.ndarray, *, with_both: bool = False) -> np.ndarray:
@@ -343,33 +325,30 @@ def pair_features(first: np.ndarray, second: np.ndarray, *, with_both: bool = Fa
 
 
 def transfer_accuracy(
-    parts: Mapping[str, Labelled],
-    *,
-    num_folds: int,
-    num_inner_folds: int,
-    seed: int,
-    is_regularised: bool = True,
+    parts: Mapping[str, Labelled], *, num_folds: int, num_inner_folds: int, seed: int, is_regularised: bool = True
 ) -> float:
     """Returns the accuracy of a logistic regression, from 0 to 1.
 
     The parts are `train`, `test` and optionally `dev`; or only `all`, which is cross-validated. Unless `is_regularised`,
-    there is next to no regularisation, as of SNLI in SentEval.
+    there is next to no regularisation, as of SNLI in SentEval. Of equally good regularisations the strongest is chosen.
     """
-    if "all" not in parts:
-        train = parts["train"]
-        if not is_regularised:
-            best = _UNREGULARISED
-        elif "dev" in parts:
-            best = max(INVERSE_STRENGTHS, key=lambda strength: _accuracy(train, parts["dev"], strength))
-        else:
-            best = _chosen_within(train, num_inner_folds, seed)
-        return _accuracy(train, parts["test"], best)
-    data = parts["all"]
-    accuracies = []
-    for inside, outside in _folds(data, num_folds, seed):
-        best = _chosen_within(inside, num_inner_folds, seed)
-        accuracies.append(_accuracy(inside, outside, best))
-    return float(np.mean(accuracies))
+
+    def folds(number: int) -> StratifiedKFold:
+        return StratifiedKFold(number, shuffle=True, random_state=seed)
+
+    def regression(strength: float = 1.0) -> LogisticRegression:
+        return LogisticRegression(C=strength, max_iter=1000)
+
+    grid, inner = {"C": INVERSE_STRENGTHS}, folds(num_inner_folds)
+    chosen = GridSearchCV(regression(), grid, cv=inner, error_score="raise")
+    if "all" in parts:
+        return float(cross_val_score(chosen, *parts["all"], cv=folds(num_folds), error_score="raise").mean())
+    if not is_regularised:
+        chosen = regression(_UNREGULARISED)
+    elif "dev" in parts:
+        fitted = [regression(strength).fit(*parts["train"]) for strength in INVERSE_STRENGTHS]
+        return float(max(fitted, key=lambda model: model.score(*parts["dev"])).score(*parts["test"]))
+    return float(chosen.fit(*parts["train"]).score(*parts["test"]))
 
 
 def similarity_figures(
@@ -387,22 +366,3 @@ def similarity_figures(
         "spearman": float(np.mean([spearmanr(*pair)[0] for pair in sets])),
         "pearson": float(np.mean([pearsonr(*pair)[0] for pair in sets])),
     }
-
-
-def _chosen_within(data: Labelled, num_folds: int, seed: int) -> float:
-    folds = _folds(data, num_folds, seed)
-
-    def mean(strength: float) -> float:
-        return float(np.mean([_accuracy(inside, outside, strength) for inside, outside in folds]))
-
-    return max(INVERSE_STRENGTHS, key=mean)  # among equal ones this takes the strongest regularisation
-
-
-def _folds(data: Labelled, num_folds: int, seed: int) -> list[tuple[Labelled, Labelled]]:
-    splitter = StratifiedKFold(num_folds, shuffle=True, random_state=seed)
-    return [(data[inside], data[outside]) for inside, outside in splitter.split(data.features, data.labels)]
-
-
-def _accuracy(train: Labelled, test: Labelled, inverse_strength: float) -> float:
-    model = LogisticRegression(C=inverse_strength, max_iter=_NUM_ITERATIONS)
-    return float(model.fit(train.features, train.labels).score(test.features, test.labels))

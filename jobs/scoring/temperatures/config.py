@@ -110,7 +110,7 @@ class PredictPairTemperaturesConfig:
 
     def __post_init__(self) -> None:
         check_least(self, batch_size=1, part_pairs=1)
-        check_named(self, model="a directory", images="a directory", output="a directory")
+        check_named(self)
         check_share("max_bad_share", self.max_bad_share)
         if self.label and not self.html:
             raise ValueError(f"label = {self.label} is shown on the page only: html must name a file for it")

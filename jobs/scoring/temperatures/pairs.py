@@ -1,8 +1,7 @@
 """Temperatures of image–text pairs: prepared archives → parts of their pairs → a pool → tables, and a page of them.
 
-A job that is started again writes only the missing parts. The tables depend neither on the number of workers nor on the
-order in which parts are finished. Images are resized and centre-cropped, and captions are used as they were written:
-nothing is random. All checks that need no images happen before Ray is started. The page shows the pairs with the lowest and
+The tables depend neither on the number of workers nor on the order in which parts are finished. Images are resized and
+centre-cropped, and captions are used as they were written: nothing is random. The page shows the pairs with the lowest and
 highest τ, and τ beside a number of each image, such as the frequency of its concept.
 
 Shapes: n pairs of a part, m images of it, S pixels per side, d size of the embedding.
@@ -16,44 +15,35 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import torch
 from PIL import Image
 
-from jobs.engine.cluster import start_ray
 from jobs.engine.export import tempnet_digest
 from jobs.engine.fields import absolute_path
 from jobs.engine.report import data_uri, html_page, is_constant, picture
-from jobs.scoring.config import PoolSection
-from jobs.scoring.dual_encoders.encoder import DualEncoderSpec, Encoder, caption_encoder, pairs_record, resolve_pairs
+from jobs.scoring.dual_encoders.encoder import Encoder, PairSettings, pair_options
 from jobs.scoring.temperatures.config import SUMMARY_FILE, PredictPairTemperaturesConfig
-from jobs.scoring.units import Finished, UnitStore, check_pool, map_units, part_file, to_parquet
+from jobs.scoring.units import Finished, UnitStore, map_units, part_file, to_parquet
 from jobs.tasks.base import naming_field
 from pipelines.images.archives import list_image_archives
 from pipelines.images.captions import CaptionNoise
-from pipelines.images.manifest import ImageManifest, read_index
+from pipelines.images.manifest import read_index
 from pipelines.images.pairs import PairSource, find_shards
-from pipelines.images.prepare import PrepareImagesConfig, describe, prepare_images
 from pipelines.images.temperature_table import read_numbers, read_table, table_schema
 from pipelines.local_copy import local_copy
 from pipelines.storage import write_bytes, write_json
 from tempnet.intervals import Interval, spearman_interval
-from tempnet.models.dual_encoder import IMAGE_TEMPNET_DIRECTORY, TEXT_TEMPNET_DIRECTORY, DualEncoder, load_pair_tempnets
+from tempnet.models.dual_encoder import IMAGE_TEMPNET_DIRECTORY, TEXT_TEMPNET_DIRECTORY, load_pair_tempnets
 from tempnet.statistics import BOUND_SHARE
-
-FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairPredictionSettings:
-    """Settings for the workers; local paths are absolute, because a worker has its own working directory."""
-
-    config: PredictPairTemperaturesConfig
-    images: PrepareImagesConfig
-    model: DualEncoderSpec
+class PairPredictionSettings(PairSettings):
+    own_fields = ("precision", "part_pairs", "with_embeddings")
     tempnet: str
     tau_ranges: tuple[tuple[float, float], ...]
     """[τ₀, τ_max] at inference, for images and for texts."""
@@ -61,54 +51,35 @@ class PairPredictionSettings:
     noise: CaptionNoise = field(default_factory=CaptionNoise)
 
     def record(self) -> dict[str, Any]:
-        """Returns everything that decides the table, as a flat mapping.
-
-        The locations of files, the batch size and the tolerated share of problems do not belong to it.
-        """
+        """Returns everything that decides the table, as a flat mapping."""
         return {
-            "version": FORMAT_VERSION,
-            "kind": "image-text pairs",
-            **{name: getattr(self.config, name) for name in ("precision", "part_pairs", "with_embeddings")},
-            **self.model.record(),
-            "tempnet_image": self.tempnet_digests[0],
-            "tempnet_text": self.tempnet_digests[1],
+            **PairSettings.record(self),
+            **dict(zip(("tempnet_image", "tempnet_text"), self.tempnet_digests, strict=True)),
             **({"caption_noise": [self.noise.share, self.noise.seed]} if self.noise.share else {}),
-            **pairs_record(self.images),
         }
-
-    def prepare(self, output: str) -> PairSource:
-        """Prepare the images beside the table in `output`, unless they are, and return what reads them."""
-        manifest = prepare_images(self.images, f"{output}/_prepared", max_bad_share_field="max_bad_share")
-        return PairSource(
-            manifest=manifest, tokenizer=caption_encoder(self.model).tokenizer, image_size=self.model.image_size
-        )
 
 
 def resolve_settings(config: PredictPairTemperaturesConfig) -> PairPredictionSettings:
     tempnet = config.tempnet or config.model
     with naming_field("tempnet = " if config.tempnet else "model = "):
         networks = load_pair_tempnets(local_copy(tempnet))
-    images, model = resolve_pairs(config)
-    embedding_size = DualEncoder.from_pretrained(local_copy(model.path)).config.embedding_size
+    options = pair_options(config)
+    embedding_size = options["model"].embedding_size
     for name, network in zip((IMAGE_TEMPNET_DIRECTORY, TEXT_TEMPNET_DIRECTORY), networks, strict=True):
         if network.config.kind != "embeddings" or network.config.input_size != embedding_size:
             raise ValueError(
                 f"{tempnet}/{name} reads {network.config.input_size} {network.config.kind}, the embeddings of "
                 f"{config.model} have a size of {embedding_size}"
             )
-    sizes = [network.config for network in networks]
     return PairPredictionSettings(
-        config=config,
-        images=images,
-        model=model,
+        **options,
         tempnet=absolute_path(tempnet),
-        tau_ranges=tuple((size.tau_min, size.inference_tau_max) for size in sizes),
+        tau_ranges=tuple((network.config.tau_min, network.config.inference_tau_max) for network in networks),
         tempnet_digests=tuple(map(tempnet_digest, networks)),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """Consecutive pairs of one archive: the rows start … stop − 1 of its index."""
 
     shard: int
@@ -124,11 +95,10 @@ class _Part:
 class _PartPredictor:
     """Makes the tables of parts, in a worker, with encoders and TempNets in evaluation mode."""
 
-    def __init__(self, settings: PairPredictionSettings, use_gpu: bool) -> None:
+    def __init__(self, settings: PairPredictionSettings) -> None:
         config = settings.config
-        self._encoder = Encoder(
-            settings.model, precision=config.precision, batch_size=config.batch_size, use_gpu=use_gpu
-        )
+        options = {"precision": config.precision, "batch_size": config.batch_size, "use_gpu": config.workers.use_gpu}
+        self._encoder = Encoder(settings.model, **options)
         self._tempnets = load_pair_tempnets(local_copy(settings.tempnet))
         self._with_embeddings = config.with_embeddings
 
@@ -137,16 +107,13 @@ class _PartPredictor:
         file, pairs, images = read
         rows = self._encoder.images(images), self._encoder.texts(pairs["caption"].to_pylist())
         tau = [network(torch.from_numpy(part)).numpy() for network, part in zip(self._tempnets, rows, strict=True)]
-        of_pair = pairs["image"].to_numpy()
+        of_pair, size = pairs["image"].to_numpy(), rows[0].shape[1] if self._with_embeddings else None
         columns: dict[str, Any] = {name: pairs[name] for name in ("id", "key", "caption")}
         columns |= {"tau_image": tau[0][of_pair], "tau_text": tau[1]}
-        size = rows[0].shape[1]
-        if self._with_embeddings:
-            embeddings = {"image_embedding": rows[0][of_pair], "text_embedding": rows[1]}
-            columns |= {
-                name: pa.FixedSizeListArray.from_arrays(values.ravel(), size) for name, values in embeddings.items()
-            }
-        table = pa.table(columns, schema=table_schema(size if self._with_embeddings else None))
+        if size is not None:
+            for name, values in (("image_embedding", rows[0][of_pair]), ("text_embedding", rows[1])):
+                columns[name] = pa.FixedSizeListArray.from_arrays(values.ravel(), size)
+        table = pa.table(columns, schema=table_schema(size))
         return Finished(files={file: to_parquet(table)}, num_cases=table.num_rows)
 
 
@@ -161,44 +128,31 @@ def _read(source: PairSource, noise: CaptionNoise, part: _Part) -> Iterator[tupl
     yield part.file, pairs, source.read_images(numbers)
 
 
-def predict_pairs(settings: PairPredictionSettings, output: str, workers: PoolSection) -> dict[str, Any]:
-    """Write the missing parts of the table in `output` and the summary, and return the summary; Ray is started if needed."""
+def predict_pairs(settings: PairPredictionSettings, output: str) -> dict[str, Any]:
+    """Claim the output, write the missing parts of its table and the summary, and return the summary."""
+    store, record = UnitStore(output), settings.record()
+    store.claim(record)
     started = time.monotonic()
-    start_ray()
-    check_pool(workers, reads=True)  # before the images are prepared
-    source = settings.prepare(output)
-    manifest, size = source.manifest, settings.config.part_pairs
-    print(describe(manifest))
+    source, size = settings.begin(output), settings.config.part_pairs
+    manifest = source.manifest
     parts = [
         _Part(shard, number, start, min(start + size, num_pairs))
         for shard, num_pairs in enumerate(manifest.shard_sizes)
         for number, start in enumerate(range(0, num_pairs, size))
     ]
-    store = UnitStore(output)
-    done = store.parts()
-    missing = [part for part in parts if part.file not in done]
-    if len(missing) < len(parts):
-        print(f"{output} holds {len(parts) - len(missing)} of {len(parts)} parts")
     outcome = map_units(
-        missing,
-        partial(_PartPredictor, settings, workers.use_gpu),
-        workers,
+        store.missing(parts),
+        partial(_PartPredictor, settings),
+        settings.config.workers,
         store,
         read=partial(_read, source, settings.noise),
         title=lambda part: f"{manifest.shards[part.shard].archive.rsplit('/', 1)[-1]} part {part.number}",
         noun="pairs",
     )
     outcome.check()
-    summary = _summary(settings, manifest, len(parts), output)
-    write_json(f"{output}/{SUMMARY_FILE}", summary)
-    return summary | {"num_pairs_now": outcome.num_cases, "seconds_now": time.monotonic() - started}
-
-
-def _summary(settings: PairPredictionSettings, manifest: ImageManifest, num_parts: int, output: str) -> dict[str, Any]:
-    """Returns the content of `_summary.json`: counts, figures of τ over all pairs, problems by kind, and settings."""
-    table = read_table(output, ["tau_image", "tau_text"])
     figures: dict[str, float] = {}
-    for name, (low, high) in zip(table.column_names, settings.tau_ranges, strict=True):
+    table = read_table(output, list(MODALITIES))
+    for name, (low, high) in zip(MODALITIES, settings.tau_ranges, strict=True):
         tau = table[name].to_numpy().astype(np.float64)
         margin = BOUND_SHARE * (high - low)
         figures |= {
@@ -207,15 +161,17 @@ def _summary(settings: PairPredictionSettings, manifest: ImageManifest, num_part
             f"{name}_share_lower_bound": float((tau <= low + margin).mean()),
             f"{name}_share_upper_bound": float((tau >= high - margin).mean()),
         }
-    return {
+    summary = {
         "num_pairs": manifest.num_pairs,
         "num_images": manifest.num_images,
-        "num_parts": num_parts,
+        "num_parts": len(parts),
         **figures,
         "problems": dict(manifest.problems),
         "data_digest": manifest.digest,
-        "settings": settings.record(),
+        "settings": record,
     }
+    write_json(f"{output}/{SUMMARY_FILE}", summary)
+    return summary | {"num_pairs_now": outcome.num_cases, "seconds_now": time.monotonic() - started}
 
 
 _NUM_SHOWN = 12
@@ -255,22 +211,25 @@ def distinct_rows(name: str, table: pa.Table) -> np.ndarray:
     return first if name == "tau_image" else np.arange(table.num_rows)
 
 
+def numbers_of(source: str, label: str) -> Iterator[tuple[str, float]]:
+    """Yield key and label of every sample that has it; ValueError if none has."""
+    return read_numbers(source, list_image_archives(source), label)
+
+
 def match_numbers(keys: Sequence[str], source: str, label: str) -> np.ndarray:
     """Return the label (n,) of every pair, NaN where it has none; of samples with the same key the first one counts."""
     numbers: dict[str, float] = {}
-    for key, number in read_numbers(source, list_image_archives(source), label):
+    for key, number in numbers_of(source, label):
         numbers.setdefault(key, number)
     return np.array([numbers.get(key, np.nan) for key in keys])
 
 
-def write_pair_page(
-    path: str, images: str, output: str, settings: PairPredictionSettings, label: str = ""
-) -> Mapping[str, Interval]:
-    """Write the page of a finished table in `output` to a path or URI; `images` is their name, for the title.
+def write_pair_page(settings: PairPredictionSettings, output: str) -> Mapping[str, Interval]:
+    """Write the page of a finished table in `output`.
 
-    Returns:
-        Spearman's correlation of τ with the label, for images and for captions; empty without a label.
+    Returns Spearman's correlation of τ with the label, for images and for captions; empty without a label.
     """
+    config, label = settings.config, settings.config.label
     table = read_table(output, ["id", "key", "caption", *MODALITIES])
     source = settings.prepare(output)
     sections = []
@@ -280,7 +239,8 @@ def write_pair_page(
         correlations = correlate(samples, label)
         sections.append(_label_section(label, samples, correlations))
     sections += [_example_section(name, table, source) for name in MODALITIES]
-    write_bytes(path, html_page(f"Temperatures of {images}", f"<p>{_EXPLANATION}</p>\n{''.join(sections)}").encode())
+    page = html_page(f"Temperatures of {config.images}", f"<p>{_EXPLANATION}</p>\n{''.join(sections)}")
+    write_bytes(config.html, page.encode())
     return correlations
 
 

@@ -1,19 +1,17 @@
 """Temperatures of texts: τ, and the entropy at τ = 1, of every token: archives → parts → a pool of models → tables.
 
-All checks happen before Ray is started or the base model is loaded. The tables have one row per document, and the totals of
-their part, which can be added, as metadata.
+The tables have one row per document, and the totals of their part, which can be added, as metadata.
 
 Shapes: B windows, T positions of the longest window, N new tokens of a batch, d hidden size, V effective vocabulary.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,37 +27,34 @@ from torch import Tensor
 from jobs.engine.cluster import start_ray
 from jobs.engine.export import tempnet_digest
 from jobs.engine.fields import absolute_path
-from jobs.scoring.config import LanguageModelPool
 from jobs.scoring.temperatures.config import SUMMARY_FILE, PredictTemperaturesConfig
 from jobs.scoring.text_parts import (
     Part,
     TextSettings,
+    checked_model,
+    checked_tempnet,
     list_sources,
     map_archives,
     part_files,
+    read_documents,
     read_in_batches,
     text_options,
     token_arrays,
     tokenise,
 )
 from jobs.scoring.units import Finished, settings_digest, to_parquet
-from jobs.tasks.base import naming_field
 from jobs.tasks.language_model.report import ColouredText, coloured_page, describe_predictions
-from pipelines.archives import Archive
 from pipelines.local_copy import local_copy
 from pipelines.storage import exists, resolve, write_bytes, write_json
-from pipelines.text.reading import Document, readable_documents
 from pipelines.text.tokenization import load_tokenizer, token_pieces
 from pipelines.text.windows import ReadingWindow
-from tempnet.base_model import read_config
-from tempnet.devices import DeviceMap, input_device, move_base
+from tempnet.devices import input_device, move_base
 from tempnet.inference import CachedFold, record_hidden_states
-from tempnet.loading import load_causal_lm, load_tempnet
+from tempnet.loading import load_causal_lm
 from tempnet.models.causal_lm import NUM_LIKELIEST
 from tempnet.models.output_head import find_output_head
 from tempnet.network import TempNet
 from tempnet.statistics import histogram_quantile, spearman
-from tempnet.weights import check_weight_files
 
 # Maximum number of logits held in float32 at a time (64 MiB).
 _NUM_LOGITS_AT_ONCE = 1 << 24
@@ -79,30 +74,17 @@ class PredictionSettings(TextSettings):
     tempnet_digest: str
 
 
-def resolve_settings(config: PredictTemperaturesConfig) -> tuple[PredictionSettings, list[Archive]]:
+def resolve_settings(config: PredictTemperaturesConfig) -> PredictionSettings:
     archives = list_sources(config.text)
-    return model_settings(config), archives
+    return replace(model_settings(config), archives=archives)
 
 
 def model_settings(config: PredictTemperaturesConfig) -> PredictionSettings:
     """Returns the settings of a configuration without looking at its text; errors are those of `resolve_settings`."""
-    with naming_field("model = "):
-        check_weight_files(place := local_copy(config.model))
-        base = read_config(place).get_text_config()
-    with naming_field("tempnet = " if config.tempnet else "model = "):
-        network = load_tempnet(local_copy(config.tempnet or config.model))
-    tokenizer = load_tokenizer(config.model)
-    if network.config.kind == "embeddings":
-        raise ValueError(f"the TempNet of {config.model} reads embeddings, not the logits of a language model")
-    if (size := network.config.input_size) != len(tokenizer):
-        raise ValueError(
-            f"the tokenizer of {config.model} has {len(tokenizer)} tokens, its TempNet was built for a vocabulary of {size}"
-        )
-    if base.vocab_size < size:
-        raise ValueError(
-            f"the TempNet was built for a vocabulary of {size}, {config.model} has {base.vocab_size} logits"
-        )
-    config = replace(config, tempnet=absolute_path(config.tempnet or config.model))
+    base, tokenizer = checked_model(config.model, "model = ")
+    tempnet, field = config.tempnet or config.model, "tempnet = " if config.tempnet else "model = "
+    network = checked_tempnet(tempnet, field, config.model, base, tokenizer)
+    config = replace(config, tempnet=absolute_path(tempnet))
     return PredictionSettings(
         **text_options(config, tokenizer, base),
         tau_min=network.config.tau_min,
@@ -125,11 +107,11 @@ class TokenChunk(NamedTuple):
 class TokenReader:
     """Runs a language model over documents; what it gives does not depend on the batch.
 
-    Padding is on the right and never attended to. Where the logits are a function of the last hidden states
-    (`find_output_head`), they are computed only where they are asked for.
+    Logits that are a function of the last hidden states (`find_output_head`) are computed only where they are asked for.
     """
 
-    def __init__(self, settings: TextSettings, base: Any, vocab_size: int, *, use_gpu: bool) -> None:
+    def __init__(self, settings: TextSettings, base: Any, vocab_size: int) -> None:
+        use_gpu = settings.config.workers.use_gpu
         if use_gpu and not torch.cuda.is_available():
             raise ValueError("workers.use_gpu = True: torch finds no CUDA device here")
         self._settings, self._vocab_size = settings, vocab_size
@@ -177,25 +159,27 @@ class Prediction(NamedTuple):
 
 
 class Predictor(TokenReader):
-    """Predicts τ and entropy with a model and its TempNet.
+    """Predicts τ and entropy; if τ can be computed from the hidden state, logits are needed only for the entropy."""
 
-    If τ can be computed from the hidden state (`tempnet.inference.can_fold`), logits are needed only for the entropy.
-    """
-
-    def __init__(
-        self, settings: PredictionSettings, *, use_gpu: bool = False, device_map: DeviceMap = None, at_tau: bool = False
-    ) -> None:
+    def __init__(self, settings: PredictionSettings, *, at_tau: bool = False) -> None:
+        config = settings.config
         base, network = load_causal_lm(
-            local_copy(settings.config.model),
-            local_copy(settings.config.tempnet),
-            dtype=settings.config.precision,
-            device_map=device_map,
+            local_copy(config.model),
+            local_copy(config.tempnet),
+            dtype=config.precision,
+            device_map=config.workers.device_map,
             fetch=local_copy,
         )
-        super().__init__(settings, base, network.config.input_size, use_gpu=use_gpu)
-        self._with_entropy, self._at_tau = settings.config.with_entropy, at_tau
+        super().__init__(settings, base, network.config.input_size)
+        self._with_entropy, self._at_tau = config.with_entropy, at_tau
         self._tempnet: TempNet = network.to(self._device)
         self._fold = CachedFold.of(base, network)
+
+    def __call__(self, part: Part) -> Finished:
+        """Make the table of a part."""
+        predictions = self.predict(token_arrays(part.table["token_ids"]))
+        file = to_parquet(part_table(part, predictions, self._settings))
+        return Finished(files={part.file: file}, num_cases=sum(len(one.tau) for one in predictions))
 
     @torch.inference_mode()
     def predict(self, documents: Sequence[np.ndarray]) -> list[Prediction]:
@@ -253,26 +237,27 @@ def table_schema(*, with_entropy: bool, per_token: bool) -> pa.Schema:
     )
 
 
-def part_table(part: pa.Table, source: str, settings: PredictionSettings) -> pa.Table:
-    """Returns the table of a predicted part (`key`, `token_ids`, `tau`, and optionally `entropy`), and its histogram."""
-    taus = token_arrays(part["tau"])
-    entropies = token_arrays(part["entropy"]) if settings.config.with_entropy else [None] * len(taus)
+def part_table(part: Part, predictions: Sequence[Prediction], settings: PredictionSettings) -> pa.Table:
+    """Returns the table of a predicted part, with a histogram of τ as metadata."""
     rows = [
-        {"source": source, "key": key, **_figures(tau, entropy)}
-        for key, tau, entropy in zip(part["key"].to_pylist(), taus, entropies, strict=True)
+        {"source": part.source, "key": key, "token_ids": ids, **one._asdict(), **_figures(one)}
+        for key, ids, one in zip(
+            part.table["key"].to_pylist(), token_arrays(part.table["token_ids"]), predictions, strict=True
+        )
     ]
     schema = table_schema(with_entropy=settings.config.with_entropy, per_token=settings.config.per_token)
-    lists = ("token_ids", "tau", "entropy")
-    columns = {name: part[name] if name in lists else [row[name] for row in rows] for name in schema.names}
+    columns = {name: [row[name] for row in rows] for name in schema.names}
     low, high = settings.tau_min, settings.tau_max
-    places = np.clip((np.concatenate(taus).astype(np.float64) - low) / (high - low) * NUM_BINS, 0, NUM_BINS - 1)
+    tau = np.concatenate([one.tau for one in predictions]).astype(np.float64)
+    places = np.clip((tau - low) / (high - low) * NUM_BINS, 0, NUM_BINS - 1)
     bins, counts = np.unique(places.astype(np.int64), return_counts=True)
     histogram = {"bins": [*zip(bins.tolist(), counts.tolist(), strict=True)]}
     return pa.table(columns, schema=schema).replace_schema_metadata({_TOTALS_KEY: json.dumps(histogram)})
 
 
-def _figures(tau: np.ndarray, entropy: np.ndarray | None) -> dict[str, float | int | None]:
-    """Returns the figures of one document; tau and entropy are (n,)."""
+def _figures(prediction: Prediction) -> dict[str, float | int | None]:
+    """Returns the figures of one document."""
+    tau, entropy, _ = prediction
     names = ["tau_mean", "tau_std", *QUANTILES]
     if len(tau) == 0:
         return {"num_tokens": 0, **dict.fromkeys([*names, "entropy_mean", "tau_entropy_spearman"])}
@@ -281,8 +266,7 @@ def _figures(tau: np.ndarray, entropy: np.ndarray | None) -> dict[str, float | i
     figures: dict[str, float | int | None] = {"num_tokens": len(tau), **dict(zip(names, values, strict=True))}
     if entropy is not None:
         figures["entropy_mean"] = entropy.mean(dtype=np.float64)
-        correlation = spearman(torch.from_numpy(tau.copy()), torch.from_numpy(entropy.copy()))
-        figures["tau_entropy_spearman"] = float(correlation)
+        figures["tau_entropy_spearman"] = float(spearman(torch.from_numpy(tau), torch.from_numpy(entropy)))
     return figures
 
 
@@ -322,42 +306,19 @@ def total_figures(output: str, files: Sequence[str], settings: PredictionSetting
     }
 
 
-class _PartPredictor:
-    def __init__(self, settings: PredictionSettings, devices: Mapping[str, Any]) -> None:
-        self._predictor, self._settings = Predictor(settings, **devices), settings
-
-    def __call__(self, part: Part) -> Finished:
-        predictions = self._predictor.predict(token_arrays(part.table["token_ids"]))
-        table, floats = part.table, pa.list_(pa.float32())
-        for name in ("tau", "entropy") if self._settings.config.with_entropy else ("tau",):
-            table = table.append_column(name, pa.array([getattr(one, name) for one in predictions], floats))
-        num_tokens = sum(len(one.tau) for one in predictions)
-        return Finished(
-            files={part.file: to_parquet(part_table(table, part.source, self._settings))}, num_cases=num_tokens
-        )
-
-
-def predict_archives(
-    settings: PredictionSettings,
-    archives: list[Archive],
-    output: str,
-    workers: LanguageModelPool,
-    *,
-    max_bad_share: float,
-) -> dict[str, Any]:
+def predict_archives(settings: PredictionSettings, output: str) -> dict[str, Any]:
     """Write the missing parts in `output` and the summary, and return the summary; Ray is started if needed."""
     started = time.monotonic()
-    model = partial(_PartPredictor, settings, workers.devices)
-    read, outcome = map_archives(settings, archives, output, workers, model, max_bad_share=max_bad_share)
-    record, problems = settings.record(archives), Counter[str]()
-    for item in read:
-        problems.update(item.entry.problems)
+    read, outcome = map_archives(settings, output, partial(Predictor, settings))
+    record, problems = settings.record(), Counter[str]()
+    for entry in read:
+        problems.update(entry.problems)
     summary = {
-        "num_archives": len(archives),
-        "num_parts": sum(item.num_parts for item in read),
+        "num_archives": len(read),
+        "num_parts": sum(entry.num_parts for entry in read),
         **total_figures(output, part_files(read), settings),
         "problems": problems,
-        "examples": [example for item in read for example in item.entry.examples][:5],
+        "examples": [example for entry in read for example in entry.examples][:5],
         "settings_digest": settings_digest(record),
         "settings": record,
     }
@@ -365,36 +326,23 @@ def predict_archives(
     return summary | {"num_tokens_now": outcome.num_cases, "seconds_now": time.monotonic() - started}
 
 
-def on_worker(function: Callable[..., Any], workers: LanguageModelPool) -> Callable[..., Any]:
-    """Wraps a function to run as a Ray task with a worker's resources, since the driver's machine may have no GPU."""
-
-    def call(*arguments: Any, **options: Any) -> Any:
-        start_ray()
-        task = ray.remote(num_cpus=workers.cpus_per_worker, num_gpus=workers.num_gpus)(function)
-        return ray.get(task.remote(*arguments, **options))
-
-    return call
+def first_documents_on_worker(settings: PredictionSettings, num_tokens: int) -> dict[str, ColouredText]:
+    """Returns `first_documents` from a Ray task with a worker's resources, since this machine may have no GPU."""
+    start_ray()
+    workers = settings.config.workers
+    task = ray.remote(num_cpus=workers.cpus_per_worker, num_gpus=workers.num_gpus)(first_documents)
+    found: dict[str, ColouredText] = ray.get(task.remote(settings, num_tokens))
+    return found
 
 
-def first_documents(
-    settings: PredictionSettings, archives: list[Archive], num_tokens: int, **devices: Any
-) -> dict[str, ColouredText]:
-    """Returns key → text with what is known of its tokens, for the first documents.
-
-    The last document is cut so that there are at most `num_tokens` tokens in all. `devices` are options of `Predictor`.
-    """
+def first_documents(settings: PredictionSettings, num_tokens: int) -> dict[str, ColouredText]:
+    """Returns key → text with what is known of its tokens, for the first documents, of at most `num_tokens` tokens in all."""
     config = settings.config
     tokenizer = load_tokenizer(config.model)
     examples: list[str] = []
-
-    def readable() -> Iterator[Document]:
-        for archive in archives:
-            found = readable_documents(config.text, archive, config.text_field, Counter(), examples)
-            yield from itertools.islice(found, config.max_documents or None)
-
     documents: list[tuple[str, np.ndarray]] = []
     num_left = num_tokens
-    for document in readable():
+    for document in read_documents(config, settings.archives, Counter(), examples):
         (ids,) = token_arrays(tokenise([document], tokenizer)["token_ids"])
         if len(ids):
             documents.append((document.key, ids[:num_left]))
@@ -403,7 +351,7 @@ def first_documents(
             break
     if not documents:
         raise ValueError(f"{config.text} holds no readable text: {'; '.join(examples)}")
-    predictor = Predictor(replace(settings, config=replace(config, with_entropy=True)), at_tau=True, **devices)
+    predictor = Predictor(replace(settings, config=replace(config, with_entropy=True)), at_tau=True)
     predictions = predictor.predict([ids for _, ids in documents])
     sections: dict[str, ColouredText] = {}
     for (key, array), prediction in zip(documents, predictions, strict=True):

@@ -113,7 +113,7 @@ def config(export: str, tmp_path: Path, **changes: Any) -> EvaluateConfig:
 
 def test_the_hash_of_a_unit_changes_with_what_decides_it(export: str, tmp_path: Path) -> None:
     def keys(**changes: Any) -> set[str]:
-        return {unit.key for unit in make_plan(config(export, tmp_path, **changes)).units}
+        return set(make_plan(config(export, tmp_path, **changes)).keys)
 
     reference = keys(temperatures=("one", "tempnet"))
     assert len(reference) == 2

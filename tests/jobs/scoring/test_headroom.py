@@ -15,8 +15,8 @@ from prediction_support import CONTEXT_LENGTH, VOCAB_SIZE, some_texts
 from transformers import AutoModelForCausalLM
 
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.headroom.job import figures, run_test, table, verdict
-from jobs.scoring.headroom.texts import Measurer, TextMeasurement, resolve_settings, token_question
+from jobs.scoring.headroom.job import Question, figures, run_test, table, verdict
+from jobs.scoring.headroom.texts import Measurer, TextMeasurement
 from jobs.scoring.text_parts import read_parts
 from jobs.scoring.units import UnitStore
 from jobs.tasks.language_model.config import EndOfDocument
@@ -45,7 +45,7 @@ def documents() -> list[np.ndarray]:
 
 
 def measurer(model: Path, text: Path, **changes: int) -> Measurer:
-    return Measurer(resolve_settings(Headroom(model=str(model), text=str(text), **changes))[0])
+    return Measurer(TextMeasurement.resolve(Headroom(model=str(model), text=str(text), **changes)))
 
 
 @pytest.mark.parametrize("model", [False, True], indirect=True, ids=["without a bias", "with a bias"])
@@ -83,7 +83,7 @@ def test_the_verdict_says_what_the_interval_says() -> None:
     top = logits.topk(2).values
     tokens = Tokens(Profiles.of_logits(logits, targets), top[:, 0] - top[:, 1], top[:, 0], hidden)
     test = run_headroom_test(lambda: [(tokens, torch.arange(600) % 40)], 40, num_folds=4)
-    asked = token_question([])
+    asked = Question(files=[])
     values = figures(test, asked, least_gain=1.0)
     gain = values["per_token"]["hidden"]["gain"]
     assert gain["mean"] > gain["half_width"] > 0
@@ -102,8 +102,8 @@ def test_a_runs_validation_has_the_numbers_of_the_headroom_test(model: Path, tmp
     text = write_lines(tmp_path / "text.jsonl", [{"body": text} for text in texts])
     config = Headroom(model=str(model), text=text, text_field="body", end_of_document=rule, folds=3)
     measurement = TextMeasurement.resolve(config)
-    measure, files = Measurer(measurement.settings), []
-    for part in read_parts(measurement.settings, measurement.archives[0], 0, str(tmp_path), done=frozenset()):
+    measure, files = Measurer(measurement), []
+    for part in read_parts(measurement, 0, str(tmp_path)):
         UnitStore(str(tmp_path)).write(measure(part).files)
         files.append(part.file)
     question = measurement.question(str(tmp_path), files)

@@ -127,7 +127,7 @@ def run(pairs: EmbeddedWindow, *, unit_tau: float = TAU) -> HeadroomTest:
 
 def question(own_name: str = "the model's τ = 0.1", unit_tau: float = TAU) -> Question:
     return Question(
-        name="text_to_image", title="text → image", files=(), noun="caption", case="pair", document="image",
+        name="text_to_image", title="text → image", files=[], noun="caption", case="pair", document="image",
         candidate="image", features=FEATURES, unit_tau=unit_tau, own_name=own_name,
     )  # fmt: skip
 
@@ -167,7 +167,7 @@ def test_a_model_without_a_temperature_is_compared_with_the_best_constant() -> N
     shown = summary(asked, values)
     assert "has no constant temperature of its own" in shown
     assert "model's τ" not in shown
-    names = [name for name, _ in metrics(asked, values)]
+    names = metrics(asked, values)
     assert all(name.startswith("text_to_image/") for name in names)
     assert "text_to_image/best_constant/gain_mnat" not in names
 

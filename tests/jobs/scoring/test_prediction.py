@@ -20,12 +20,13 @@ from jobs.scoring.temperatures import pairs
 from jobs.scoring.temperatures.config import PredictTemperaturesConfig
 from jobs.scoring.temperatures.pairs import distinct_rows
 from jobs.scoring.temperatures.texts import (
+    Prediction,
     Predictor,
     part_table,
     resolve_settings,
     total_figures,
 )
-from jobs.scoring.text_parts import list_sources
+from jobs.scoring.text_parts import Part, list_sources
 from jobs.scoring.units import UnitStore, part_file, to_parquet
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.inference import can_fold
@@ -90,7 +91,7 @@ def test_every_token_has_the_temperature_of_a_direct_forward(
             torch.nn.init.normal_(parameter, std=1.5)
         network.save_pretrained(model / PAIRED_DIRECTORY)
     assert can_fold(base, TempNet.from_pretrained(model / PAIRED_DIRECTORY)) != with_bias
-    settings, _ = resolve_settings(config_of(model, text, stride=stride, batch_size=4))
+    settings = resolve_settings(config_of(model, text, stride=stride, batch_size=4))
     lengths = [3, 0, CONTEXT_LENGTH, 1, CONTEXT_LENGTH + 1, 4 * CONTEXT_LENGTH - 2]
     (ids,) = token_ids(model, [" ".join(some_texts(9, seed=2))])
     documents = [ids[10 * place :][:length] for place, length in enumerate(lengths)]
@@ -109,28 +110,24 @@ def test_every_token_has_the_temperature_of_a_direct_forward(
 
 
 def test_temperatures_that_are_not_finite_are_refused(model: Path, text: Path) -> None:
-    predictor = Predictor(resolve_settings(config_of(model, text))[0])
+    predictor = Predictor(resolve_settings(config_of(model, text)))
     next(predictor._base.parameters()).data.fill_(torch.nan)
     with pytest.raises(ValueError, match="τ of 3 of 3 tokens is not finite"):
         predictor.predict([np.array([1, 2, 3], dtype=np.int32)])
 
 
-def predicted_part(num_tokens: list[int]) -> pa.Table:
+def predicted_part(num_tokens: list[int]) -> tuple[Part, list[Prediction]]:
     rng = np.random.default_rng(0)
-    return pa.table(
-        {
-            "key": [f"a.jsonl:{number}" for number in range(len(num_tokens))],
-            "token_ids": pa.array([rng.integers(0, 300, n) for n in num_tokens], pa.list_(pa.int32())),
-            "tau": pa.array([rng.uniform(0.1, 1.9, n) for n in num_tokens], pa.list_(pa.float32())),
-            "entropy": pa.array([rng.uniform(0, 5, n) for n in num_tokens], pa.list_(pa.float32())),
-        }
-    )
+    ids = pa.array([rng.integers(0, 300, n) for n in num_tokens], pa.list_(pa.int32()))
+    keys = [f"a.jsonl:{number}" for number in range(len(num_tokens))]
+    values = [[rng.uniform(low, high, n).astype(np.float32) for low, high in ((0.1, 1.9), (0, 5))] for n in num_tokens]
+    return Part(0, 0, "a.jsonl", pa.table({"key": keys, "token_ids": ids})), [Prediction(*one, []) for one in values]
 
 
 def test_figures_of_a_table_are_those_of_its_lists(model: Path, text: Path, tmp_path: Path) -> None:
-    settings, _ = resolve_settings(config_of(model, text, per_token=True))
-    part = predicted_part([50, 1, 0, 333])
-    table = part_table(part, "a.jsonl", settings)
+    settings = resolve_settings(config_of(model, text, per_token=True))
+    part, predictions = predicted_part([50, 1, 0, 333])
+    table = part_table(part, predictions, settings)
     for row in table.to_pylist():
         assert len(row["token_ids"]) == len(row["tau"]) == len(row["entropy"]) == row["num_tokens"]
         if row["num_tokens"] == 0:
@@ -148,10 +145,10 @@ def test_figures_of_a_table_are_those_of_its_lists(model: Path, text: Path, tmp_
     assert {path.name for path in tmp_path.iterdir()} == {"part-00000-00000.parquet", "part-00000-00001.parquet"}
     assert all(b"unit" in table.schema.field(name).metadata for name in table.schema.names)
 
-    everything = np.concatenate(part["tau"].to_pylist())
+    everything = np.concatenate([one.tau for one in predictions])
     figures = total_figures(str(tmp_path), files, settings)
     assert (figures["num_documents"], figures["num_tokens"]) == (8, 2 * len(everything))
-    assert figures["entropy_mean"] == pytest.approx(np.concatenate(part["entropy"].to_pylist()).mean())
+    assert figures["entropy_mean"] == pytest.approx(np.concatenate([one.entropy for one in predictions]).mean())
     assert figures["tau_mean"] == pytest.approx(everything.mean())
     assert figures["tau_std"] == pytest.approx(everything.std(), rel=1e-6)
     for name in ("q05", "q25", "q50", "q75", "q95"):
@@ -195,25 +192,27 @@ def test_a_directory_is_read_as_archives_or_else_as_plain_text(
 
 
 def test_another_configuration_is_refused_with_what_differs(model: Path, text: Path, tmp_path: Path) -> None:
-    output = str(tmp_path / "output")
-    settings, archives = resolve_settings(config_of(model, text))
-    UnitStore(output).claim(settings.record(archives))
-    again, _ = resolve_settings(config_of(model, text, batch_size=3, workers=LanguageModelPool(num_workers=5)))
-    UnitStore(output).claim(again.record(archives))
-    other, _ = resolve_settings(config_of(model, text, stride=3))
-    with pytest.raises(ValueError, match=r"begun with other settings.*stride: 8 → 3$"):
-        UnitStore(output).claim(other.record(archives))
+    store, settings = UnitStore(str(tmp_path / "output")), resolve_settings(config_of(model, text))
+    store.claim(settings.record())
+    store.claim(
+        resolve_settings(config_of(model, text, batch_size=3, workers=LanguageModelPool(num_workers=5))).record()
+    )
     trained = save_tiny_model(tmp_path / "trained")
     network = TempNet.from_pretrained(trained / PAIRED_DIRECTORY)
     torch.nn.init.ones_(network.pool_weight)
     network.save_pretrained(trained / PAIRED_DIRECTORY)
-    other, _ = resolve_settings(config_of(trained, text))
-    with pytest.raises(ValueError, match=r"tempnet_digest: '\w+' → '\w+'$"):
-        UnitStore(output).claim(other.record(archives))
     more = text.with_name("more.jsonl")
     more.write_text('"text"\n')
-    with pytest.raises(ValueError, match=r"archive more.jsonl \(bytes, modified\): None → \[7, \d+\]"):
-        UnitStore(output).claim(settings.record([*archives, *list_sources(str(more))]))
+    for other, message in (
+        (resolve_settings(config_of(model, text, stride=3)), r"begun with other settings.*stride: 8 → 3$"),
+        (resolve_settings(config_of(trained, text)), r"tempnet_digest: '\w+' → '\w+'$"),
+        (
+            replace(settings, archives=[*settings.archives, *list_sources(str(more))]),
+            r"archive more.jsonl \(bytes, modified\): None → \[7, \d+\]",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            store.claim(other.record())
 
 
 def test_an_image_with_several_captions_counts_once() -> None:

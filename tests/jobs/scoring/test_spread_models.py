@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,11 +17,11 @@ from evaluation_support import BruteForce
 from prediction_support import VOCAB_SIZE, some_texts
 
 from jobs.calibrate import main as calibrate
+from jobs.scoring.config import LanguageModelPool
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.generation.sampling import Request, Sampler
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.headroom.texts import Measurer
-from jobs.scoring.headroom.texts import resolve_settings as resolve_headroom
+from jobs.scoring.headroom.texts import Measurer, TextMeasurement
 from jobs.scoring.language_models.windows import ScoredWindow
 from jobs.scoring.playground.config import PlaygroundConfig
 from jobs.scoring.playground.server import Playground
@@ -53,13 +54,17 @@ def documents() -> list[np.ndarray]:
 
 
 def test_predicted_temperatures_and_measured_tokens(model: Path, text: Path) -> None:
-    settings, _ = resolve_settings(PredictTemperaturesConfig(model=str(model), text=str(text), output="unused"))
-    whole, ours = (Predictor(settings, device_map=places).predict(documents()) for places in (None, SPREAD))
+    def spread(settings: Any) -> Any:
+        workers = LanguageModelPool(device_map=SPREAD)  # type: ignore[arg-type]
+        return replace(settings, config=replace(settings.config, workers=workers))
+
+    settings = resolve_settings(PredictTemperaturesConfig(model=str(model), text=str(text), output="unused"))
+    whole, ours = (Predictor(one).predict(documents()) for one in (settings, spread(settings)))
     for one, other in zip(whole, ours, strict=True):
         np.testing.assert_allclose(other.tau, one.tau, atol=1e-6)
         np.testing.assert_allclose(other.entropy, one.entropy, atol=1e-5)
-    headroom, _ = resolve_headroom(Headroom(model=str(model), text=str(text), folds=3))
-    expected, found = (Measurer(headroom, device_map=places).measure(documents()) for places in (None, SPREAD))
+    headroom = TextMeasurement.resolve(Headroom(model=str(model), text=str(text), folds=3))
+    expected, found = (Measurer(one).measure(documents()) for one in (headroom, spread(headroom)))
     torch.testing.assert_close(found.profiles.values, expected.profiles.values, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found.hidden, expected.hidden, atol=1e-6, rtol=1e-6)
 

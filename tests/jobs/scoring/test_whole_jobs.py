@@ -36,13 +36,13 @@ from torch import Tensor
 
 from jobs import analyse, evaluate_clip, evaluate_lm, predict_temperatures
 from jobs.scoring import units as units_module
+from jobs.scoring.dual_encoders import encoder as encoder_module
 from jobs.scoring.dual_encoders import evaluate as pairs_evaluation
 from jobs.scoring.dual_encoders.evaluate import read_templates
 from jobs.scoring.headroom import pairs as measurement
 from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.headroom.job import read_measured
 from jobs.scoring.language_models.windows import num_words, read_lambada, wikitext_pages
-from jobs.scoring.temperatures import pairs as pairs_job
 from jobs.scoring.temperatures.config import PredictTemperaturesConfig
 from jobs.scoring.temperatures.texts import Predictor, resolve_settings
 from jobs.scoring.units import ScoringFailedError, UnitStore, Worker, read_unit
@@ -72,7 +72,7 @@ def rows_here(units: Sequence[Any], model: Any, read: Any, pool: Any, store: Uni
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep jobs from Ray, and cut their work into small units."""
     monkeypatch.setattr(units_module, "run_rows", rows_here)
-    for module in (units_module, pairs_evaluation, pairs_job, measurement):
+    for module in (units_module, pairs_evaluation, encoder_module):
         monkeypatch.setattr(module, "start_ray", lambda: None)
         monkeypatch.setattr(module, "check_pool", lambda pool, reads: None, raising=False)
     monkeypatch.setattr("jobs.scoring.language_models.windows.NUM_TOKENS_PER_SLICE", 48)
@@ -213,7 +213,7 @@ def test_temperatures_of_archives_are_in_the_order_of_their_documents(
     ids = [np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32) for text in texts]
     assert [row["token_ids"] for row in rows] == [array.tolist() for array in ids]
     config = PredictTemperaturesConfig(model=str(model), text=str(tmp_path / "source"), output="unused")
-    predictions = Predictor(resolve_settings(config)[0]).predict(ids)
+    predictions = Predictor(resolve_settings(config)).predict(ids)
     for row, prediction in zip(rows, predictions, strict=True):
         np.testing.assert_allclose(row["tau"], prediction.tau, atol=1e-5)
     summary = json.loads((tmp_path / "out" / "_summary.json").read_text())
