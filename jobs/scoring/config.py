@@ -90,14 +90,12 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         check_named(self)
-        _ = self.run  # raises ValueError if the name or the storage cannot be used
+        _ = self.run.resolved_storage
 
     @property
     def run(self) -> RunSection:
         """Name and storage as the section that training runs use, checked by the same rules."""
-        run = RunSection(name=self.name, storage=self.storage)
-        _ = run.resolved_storage
-        return run
+        return RunSection(name=self.name, storage=self.storage)
 
 
 def check_named(config: Any, *names: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from jobs.engine.report import markdown_table
 from jobs.engine.tracking import finish_run, open_run
 from jobs.scoring.analyses.config import Analysis
 from jobs.scoring.config import EvaluationConfig
-from jobs.scoring.units import ModelSpec, ScoringFailedError, absolute_output, settings_digest
+from jobs.scoring.units import ModelSpec, ScoringFailedError, absolute_output, settings_digest, unit_key
 from pipelines.storage import resolve
 
 
@@ -164,24 +163,21 @@ def publish_evaluation(
         (local / "results.md").write_text(text, encoding="utf-8")
         write_results(local / "results.json", masked(results))
 
-    def digest(*parts: str) -> str:
-        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=6).hexdigest()
-
     publish(
         config,
         config.run.directory,
         write,
         uri=uri,
         name=config.name,
-        digest=digest(*identity),
+        digest=unit_key(list(identity)),
         metrics={},
         note=text,
         status="FAILED" if failed else "FINISHED",
-        children={digest(*identity, column.title): column for column in columns},
+        children={unit_key([*identity, column.title]): column for column in columns},
     )
     if failed:
         raise ScoringFailedError(failed, table)
-    return Results(columns=columns, table=table, identity=digest(*identity))
+    return Results(columns=columns, table=table, identity=unit_key(list(identity)))
 
 
 def publish_findings(

@@ -17,10 +17,11 @@ import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedTokenizerFast
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from jobs.engine.export import model_digest
 from jobs.engine.fields import absolute_path, values_of
+from jobs.scoring.config import LanguageModelPool
 from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.temperatures.config import PredictTemperaturesConfig
 from jobs.scoring.units import Finished, Outcome, UnitStore, map_units, part_file
@@ -33,8 +34,9 @@ from pipelines.text.manifest import ArchiveEntry
 from pipelines.text.reading import Document, readable_documents
 from pipelines.text.tokenization import document_start_id, load_tokenizer, tokenizer_digest
 from pipelines.text.windows import ReadingWindow, batches, default_stride, windows_of
-from tempnet.base_model import read_config
-from tempnet.loading import load_tempnet
+from tempnet.base_model import load_base, read_config
+from tempnet.devices import input_device, loading_options, move_base
+from tempnet.loading import load_causal_lm, load_tempnet
 from tempnet.network import TempNet
 from tempnet.weights import check_weight_files
 
@@ -93,6 +95,22 @@ def checked_tempnet(
             f"{base.hidden_size}"
         )
     return network
+
+
+def load_model(
+    path: str, tempnet: str, dtype: str, workers: LanguageModelPool, **options: Any
+) -> tuple[PreTrainedModel, TempNet | None]:
+    """Returns a causal LM and, unless its name is empty, a TempNet, on the devices of a worker."""
+    if workers.use_gpu and not torch.cuda.is_available():
+        raise ValueError("workers.use_gpu = True: torch finds no CUDA device here")
+    options |= {"device_map": workers.device_map, "fetch": local_copy}
+    network: TempNet | None = None
+    if tempnet:
+        base, network = load_causal_lm(local_copy(path), local_copy(tempnet), dtype=dtype, **options)
+    else:
+        base = load_base(local_copy(path), **loading_options(dtype), **options).eval()
+    base = move_base(base, "cuda" if workers.use_gpu else "cpu")
+    return base, network and network.to(input_device(base))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -216,18 +216,8 @@ class Decoders(Analysis):
 
     def __post_init__(self) -> None:
         super(Decoders, self).__post_init__()
-        check_least(
-            self,
-            num_samples=2,
-            max_new_tokens=2,
-            prompt_tokens=1,
-            max_prompts=0,
-            max_documents=0,
-            tokens_per_document=2,
-            num_steps=1,
-            k=1,
-            batch_size=1,
-        )
+        check_least(self, num_samples=2, max_new_tokens=2, tokens_per_document=2, max_prompts=0, max_documents=0)
+        check_least(self, prompt_tokens=1, num_steps=1, k=1, batch_size=1)
         check_share("max_bad_share", self.max_bad_share)
         if self.k > self.num_samples:
             raise ValueError(f"k = {self.k} must be at most num_samples = {self.num_samples}")

@@ -63,10 +63,10 @@ def analyse_phase(config: Phase) -> Points:
         samples = labelled_temperatures(read_table(output, ["key", *MODALITIES]), of_trial.images.source, config.label)
         found[trials[name]["rho"]].append(correlate(samples, config.label))
     figures = {noun: f"Spearman(τ of {noun}, {config.label})" for noun in MODALITIES.values()}
-    points = {
-        rho: {name: _combine([row[noun] for row in rows]) for noun, name in figures.items()}
-        for rho, rows in found.items()
-    }
+    points: dict[float, dict[str, Interval]] = {}
+    for rho, rows in found.items():
+        means = {noun: mean_interval([row[noun].mean for row in rows]) for noun in figures}
+        points[rho] = {name: rows[0][noun] if len(rows) == 1 else means[noun] for noun, name in figures.items()}
     low, high = min(points), max(points)
     conclusion = "; ".join(
         f"{name} is {show(points[low][name])} at ρ = {low:g} and {show(points[high][name])} at ρ = {high:g}"
@@ -106,10 +106,6 @@ def _find_trials(sweep: str) -> dict[str, Mapping[str, Any]]:
             f"sweep = {sweep} has {len(trials)} finished trials of dual encoders with a ρ: at least 2 values of ρ are needed"
         )
     return trials
-
-
-def _combine(rows: list[Interval]) -> Interval:
-    return rows[0] if len(rows) == 1 else mean_interval([r for r, _ in rows])
 
 
 _TITLE = "τ of pairs with noisy captions"

@@ -271,7 +271,7 @@ def read_embeddings(store: UnitStore, units: Sequence[EncodingUnit]) -> np.ndarr
 
 def _unit_encoder(**options: Any) -> Callable[[tuple[EncodingUnit, np.ndarray]], Finished]:
     """Returns what encodes a unit in a worker, given with its images (n, S, S, 3)."""
-    load = holding_one(lambda spec: Encoder(spec, **options))
+    load: Callable[[DualEncoderSpec], Encoder] = holding_one(lambda spec: Encoder(spec, **options))
 
     def encode(decoded: tuple[EncodingUnit, np.ndarray]) -> Finished:
         unit, images = decoded

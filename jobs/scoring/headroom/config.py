@@ -74,14 +74,10 @@ class Headroom(TextReadingConfig, OutputConfig):
     def _check_data(self) -> None:
         """Check that there is one kind of data, and that no field is set that only the other kind reads (ValueError)."""
         check_named(self)
-        if not (self.text or self.images):
+        if bool(self.text) == bool(self.images):
             raise ValueError(
-                "text and images are both empty: give text for a language model, or images for an image–text model"
-            )
-        if self.text and self.images:
-            raise ValueError(
-                f"text = {self.text} and images = {self.images} are both given: give text for a language model, or "
-                "images for an image–text model"
+                f"text = {self.text!r} and images = {self.images!r}: give one of them, text for a language model, or images "
+                "for an image–text model"
             )
         here, other = ("text", _OF_IMAGES) if self.text else ("images", _OF_TEXT)
         for item in fields(self):

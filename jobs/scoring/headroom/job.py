@@ -68,6 +68,8 @@ class Question:
     """Temperature that the logits were divided by before they were measured: τ = 1 of the test is this temperature."""
     own_name: str = "τ = 1"
     """Name of the temperature at which the model predicts by itself, which is `unit_tau`; empty if it has none."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What headroom.json says of the data besides."""
 
 
 def figures(test: HeadroomTest, question: Question, *, least_gain: float) -> dict[str, Any]:
@@ -232,7 +234,7 @@ def measure_headroom(config: Headroom) -> dict[str, Any]:
         values |= {question.name: part} if question.name else part
         logged |= metrics(question, part)
         parts.append(summary(question, part) + measurement.advice(test, question))
-    values |= {"folds": config.folds, **measurement.facts(output, questions), "settings": record}
+    values |= {"folds": config.folds, **questions[0].facts, "settings": record}
     said = "\n\n".join(parts)
     asked = {name: getattr(config, name) for name in ("folds", "end_of_document", "least_gain")}
 

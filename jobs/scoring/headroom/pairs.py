@@ -19,7 +19,7 @@ Shapes: n images and t captions of a window, m images and c captions of a galler
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -206,10 +206,6 @@ class PairMeasurement(PairSettings):
         """Returns everything that decides what is measured, as a flat mapping, without locations and the batch size."""
         return {"own_tau": self.own_tau, **PairSettings.record(self)}
 
-    def facts(self, output: str, questions: Sequence[Question]) -> dict[str, Any]:
-        """Returns what headroom.json says of the data: the model's own temperature and the size of a gallery."""
-        return {"own_tau": self.own_tau, "gallery_images": self.config.gallery_images}
-
     def advice(self, test: HeadroomTest, question: Question) -> str:
         """Returns nothing: no command trains a TempNet for the retrieval cross-entropy of a gallery."""
         return ""
@@ -253,6 +249,7 @@ class PairMeasurement(PairSettings):
                 features=FEATURES,
                 unit_tau=unit_tau,
                 own_name="" if self.own_tau is None else f"the model's τ = {unit_tau:.4g}",
+                facts={"own_tau": self.own_tau, "gallery_images": size},
             )
             for name, (noun, candidate) in DIRECTIONS.items()
         ]

@@ -17,7 +17,7 @@ import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -44,7 +44,7 @@ LEVELS = (0.2, 0.6, 1.0, 1.4)
 """Temperatures that the rules are made of."""
 RESULTS_FILE, MEASURED_FILE = "headroom.json", "measured.json"
 _FIRST_STEP = -4001
-_KINDS = ("phases", "entropy")
+_KINDS: tuple[Literal["phases", "entropy"], ...] = ("phases", "entropy")
 
 Rewards = dict[str, list[dict[int, float]]]
 """Name of a temperature → for each half of the texts, the mean reward of every prompt by its place."""

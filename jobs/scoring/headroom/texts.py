@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,10 +35,8 @@ from jobs.scoring.units import Finished, model_labels, to_parquet
 from jobs.tasks.base import naming_field
 from jobs.tasks.language_model.config import EndOfDocument
 from jobs.tasks.language_model.data import read_training_text, warn_of_known_text
-from pipelines.local_copy import is_directory, local_copy
+from pipelines.local_copy import is_directory
 from pipelines.storage import join
-from tempnet.base_model import load_base
-from tempnet.devices import loading_options
 from tempnet.headroom.features import Tokens
 from tempnet.headroom.run import CONSTANT, HeadroomTest
 from tempnet.models.dual_encoder_config import IMAGE_ENCODER_DIRECTORY
@@ -104,19 +101,16 @@ class TextMeasurement(TextSettings):
             )
         return " ".join(warnings)
 
-    def facts(self, output: str, questions: Sequence[Question]) -> dict[str, Any]:
-        """Returns the names of the archives that the model was trained on, and what it says at documents' ends."""
-        (question,) = questions
-        end = {**asdict(measure_end(output, question.files)), "is_target": question.with_end}
-        return {"known_text": list(self.known_text), "end_of_document": end}
-
     def question(self, output: str, files: Sequence[str]) -> Question:
         """Returns the question that the tables answer; whether documents' ends count is measured on them."""
-        rule = self.config.end_of_document
-        end = measure_end(output, files)
+        rule, losses = self.config.end_of_document, end_losses(output, files)
+        probability = math.exp(-losses.mean().item()) if len(losses) else 0.0
+        end = EndOfDocument(probability=probability, num_documents=len(losses))
         if rule == "measured":
             print(f"the end of a document is {end.describe()}")
-        return Question(files=files, with_end=end.is_target if rule == "measured" else rule == "target")
+        with_end = end.is_target if rule == "measured" else rule == "target"
+        facts = {"known_text": list(self.known_text), "end_of_document": {**asdict(end), "is_target": with_end}}
+        return Question(files=files, with_end=with_end, facts=facts)
 
     def command(self, test: HeadroomTest, question: Question) -> str:
         """Returns the command that trains a TempNet for what the test has found, on four fifths of the text."""
@@ -164,11 +158,8 @@ class TextMeasurement(TextSettings):
 
 class Measurer(TokenReader):
     def __init__(self, settings: TextMeasurement) -> None:
-        config = settings.config
-        options = loading_options(config.precision) | {"device_map": config.workers.device_map}
-        base = load_base(local_copy(config.model), fetch=local_copy, **options).eval()
-        super().__init__(settings, base, settings.vocab_size)
-        self._limit, self._end = config.tokens_per_document, settings.eos_id
+        super().__init__(settings)
+        self._limit, self._end = settings.config.tokens_per_document, settings.eos_id
 
     def __call__(self, part: Part) -> Finished:
         """Make the table of a part, a row per token; a document that is read to its end ends with the end-of-text token."""
@@ -191,10 +182,3 @@ class Measurer(TokenReader):
             found += [Tokens.of_logits(chunk.logits(), chunk.targets, chunk.hidden) for chunk in chunks]
             places += [torch.arange(window.first, window.stop) + int(starts[window.document]) for window in windows]
         return Tokens.join(found, torch.cat(places).argsort())
-
-
-def measure_end(output: str, files: Sequence[str]) -> EndOfDocument:
-    """Returns what the model says at the ends of the documents, from its tables."""
-    losses = end_losses(output, files)
-    probability = math.exp(-losses.mean().item()) if len(losses) else 0.0
-    return EndOfDocument(probability=probability, num_documents=len(losses))

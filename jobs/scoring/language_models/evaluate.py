@@ -41,16 +41,13 @@ from jobs.scoring.language_models.windows import (
     windows_digest,
 )
 from jobs.scoring.results import Column, Results, figure_table, publish_evaluation
-from jobs.scoring.text_parts import checked_model, checked_tempnet
+from jobs.scoring.text_parts import checked_model, checked_tempnet, load_model
 from jobs.scoring.units import Finished, ModelSpec, UnitStore, holding_one, map_units, model_labels, unit_key
 from jobs.tasks.base import naming_field
-from pipelines.local_copy import is_directory, local_copy
+from pipelines.local_copy import is_directory
 from pipelines.storage import join
 from pipelines.text.tokenization import load_tokenizer
-from tempnet.base_model import load_base
-from tempnet.devices import input_device, loading_options, move_base
 from tempnet.fingerprints import files_digest
-from tempnet.loading import load_causal_lm
 from tempnet.network import PAIRED_DIRECTORY, TempNet
 from tempnet.statistics import spearman
 
@@ -216,8 +213,10 @@ class Evaluator:
         results: dict[str, dict[str, float]] = {}
         if unit.windows:
             functions = {name: self._temperatures[name].function(network) for name in unit.keys}
-            sizes = {"vocab_size": spec.vocab_size, "batch_size": config.batch_size}
-            for name, score in score_windows(base, unit.windows, functions, **sizes).items():
+            scores = score_windows(
+                base, unit.windows, functions, vocab_size=spec.vocab_size, batch_size=config.batch_size
+            )
+            for name, score in scores.items():
                 results[name] = {
                     item: getattr(score, item) for item in ("nll", "num_tokens", "num_windows", "num_greedy")
                 }
@@ -250,23 +249,9 @@ class Evaluator:
         return Finished(files=files)
 
     def _load(self, spec: LanguageModelSpec) -> tuple[PreTrainedModel, TempNet | None, PreTrainedTokenizerFast]:
-        options: dict[str, Any] = {
-            "trust_remote_code": self._config.trust_remote_code,
-            "device_map": self._config.workers.device_map,
-        }
-        network: TempNet | None = None
-        place = local_copy(spec.path)
-        if spec.tempnet:
-            base, network = load_causal_lm(
-                place, local_copy(spec.tempnet), dtype=self._config.dtype, fetch=local_copy, **options
-            )
-        else:
-            options |= loading_options(self._config.dtype)
-            base = load_base(place, fetch=local_copy, **options).eval()
-        base = move_base(base, "cuda" if self._config.workers.use_gpu else "cpu")
-        if network:
-            network.to(input_device(base))
-        return base, network, load_tokenizer(spec.path)
+        config = self._config
+        options = {"trust_remote_code": config.trust_remote_code}
+        return *load_model(spec.path, spec.tempnet, config.dtype, config.workers, **options), load_tokenizer(spec.path)
 
 
 def evaluate(config: EvaluateConfig) -> Results:

@@ -174,57 +174,41 @@ def score_windows(
     vocab_size: int | None,
     batch_size: int,
 ) -> dict[str, Score]:
-    scores = {name: Score() for name in functions}
+    scores, device = {name: Score() for name in functions}, input_device(base)
     # sorted by length, so that batches need little padding
     order = sorted(windows, key=lambda window: -len(window.inputs))
     for at in range(0, len(order), batch_size):
-        _score_batch(base, order[at : at + batch_size], functions, scores, vocab_size)
+        batch = order[at : at + batch_size]
+        # Padding on the right needs no mask: the model is causal, and no position after the end of a window is scored.
+        inputs = pad_sequence([torch.tensor(window.inputs) for window in batch], batch_first=True).to(device)
+        with record_hidden_states(base) as seen:
+            logits = base(input_ids=inputs, use_cache=False).logits.flatten(0, 1)  # (B·T, V)
+        hidden = seen[-1].flatten(0, 1)
+        wanted = [  # place among the B·T, row and target
+            (row * inputs.shape[1] + len(window.inputs) - len(window.targets) + place, row, target)
+            for row, window in enumerate(batch)
+            for place, target in enumerate(window.targets)
+        ]
+        num_missed = torch.zeros(len(batch), dtype=torch.long, device=device)
+        every = torch.tensor(wanted, dtype=torch.long, device=device).view(-1, 3)
+        for chunk in every.split(num_rows_a_chunk(logits.shape[-1])):
+            places, owners, targets = chunk.unbind(1)
+            rows, states = logits[places][:, :vocab_size].float(), hidden[places.to(hidden.device)].to(device)
+            num_missed.index_add_(0, owners, (rows.argmax(-1) != targets).long())
+            log_probs = torch.log_softmax(rows, dim=-1)
+            entropy = -(log_probs.exp() * log_probs).sum(-1).cpu().numpy()
+            for name, function in functions.items():
+                tau, score = function(rows, states), scores[name]
+                scaled = rows / tau.unsqueeze(-1)
+                nll = torch.logsumexp(scaled, -1) - scaled.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+                score.nll += float(nll.double().sum())
+                score.tau.append(tau.cpu().numpy())
+                score.entropy.append(entropy)
+        for score in scores.values():
+            score.num_tokens += len(wanted)
+            score.num_windows += len(batch)
+            score.num_greedy += int((num_missed == 0).sum())
     return scores
-
-
-def _score_batch(
-    base: PreTrainedModel,
-    windows: Sequence[ScoredWindow],
-    functions: Mapping[str, TemperatureFunction],
-    scores: dict[str, Score],
-    vocab_size: int | None,
-) -> None:
-    device = input_device(base)
-    # Padding on the right needs no mask: the model is causal, and no position after the end of a window is scored.
-    inputs = pad_sequence([torch.tensor(window.inputs) for window in windows], batch_first=True).to(device)
-    length = inputs.shape[1]
-    with record_hidden_states(base) as seen:
-        logits = base(input_ids=inputs, use_cache=False).logits.flatten(0, 1)  # (B·T, V)
-    hidden = seen[-1].flatten(0, 1)
-    positions = [
-        row * length + column
-        for row, window in enumerate(windows)
-        for column in range(len(window.inputs) - len(window.targets), len(window.inputs))
-    ]
-    owners = [row for row, window in enumerate(windows) for _ in window.targets]
-    targets = [target for window in windows for target in window.targets]
-    num_missed = torch.zeros(len(windows), dtype=torch.long, device=device)
-    num_rows = num_rows_a_chunk(logits.shape[-1])
-    for begin in range(0, len(positions), num_rows):
-        chunk = slice(begin, begin + num_rows)
-        places = torch.tensor(positions[chunk], device=device)
-        rows, states = logits[places][:, :vocab_size].float(), hidden[places.to(hidden.device)].to(device)
-        target = torch.tensor(targets[chunk], device=device)
-        num_missed.index_add_(0, torch.tensor(owners[chunk], device=device), (rows.argmax(-1) != target).long())
-        log_probs = torch.log_softmax(rows, dim=-1)
-        entropy = -(log_probs.exp() * log_probs).sum(-1).cpu().numpy()
-        for name, function in functions.items():
-            tau = function(rows, states)
-            scaled = rows / tau.unsqueeze(-1)
-            nll = torch.logsumexp(scaled, -1) - scaled.gather(-1, target.unsqueeze(-1)).squeeze(-1)
-            score = scores[name]
-            score.nll += float(nll.double().sum())
-            score.tau.append(tau.cpu().numpy())
-            score.entropy.append(entropy)
-    for score in scores.values():
-        score.num_tokens += len(targets)
-        score.num_windows += len(windows)
-        score.num_greedy += int((num_missed == 0).sum())
 
 
 def num_rows_a_chunk(vocab_size: int) -> int:

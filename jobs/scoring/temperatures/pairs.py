@@ -205,12 +205,6 @@ def correlate(samples: Samples, label: str) -> dict[str, Interval]:
         return {noun: spearman_interval(*map(torch.from_numpy, values)) for noun, values in samples.items()}
 
 
-def distinct_rows(name: str, table: pa.Table) -> np.ndarray:
-    """Return the rows of the table that count for a modality: an image counts once, however many captions it has."""
-    first = np.unique(table["key"].to_numpy(), return_index=True)[1]
-    return first if name == "tau_image" else np.arange(table.num_rows)
-
-
 def numbers_of(source: str, label: str) -> Iterator[tuple[str, float]]:
     """Yield key and label of every sample that has it; ValueError if none has."""
     return read_numbers(source, list_image_archives(source), label)
@@ -270,7 +264,9 @@ def _label_section(label: str, samples: Samples, correlations: Mapping[str, Inte
 def _example_section(name: str, table: pa.Table, source: PairSource) -> str:
     """Return the pairs with the lowest and the highest τ of one modality; an image counts once."""
     tau = table[name].to_numpy()
-    rows = distinct_rows(name, table)
+    rows = np.arange(len(tau))
+    if name == "tau_image":  # which counts once, however many captions it has
+        rows = np.unique(table["key"].to_numpy(), return_index=True)[1]
     rows = rows[np.argsort(tau[rows], kind="stable")]
     count = min(_NUM_SHOWN, len(rows) // 2 or 1)
     parts = []

@@ -34,6 +34,7 @@ from jobs.scoring.text_parts import (
     checked_model,
     checked_tempnet,
     list_sources,
+    load_model,
     map_archives,
     part_files,
     read_documents,
@@ -44,16 +45,13 @@ from jobs.scoring.text_parts import (
 )
 from jobs.scoring.units import Finished, settings_digest, to_parquet
 from jobs.tasks.language_model.report import ColouredText, coloured_page, describe_predictions
-from pipelines.local_copy import local_copy
 from pipelines.storage import exists, resolve, write_bytes, write_json
 from pipelines.text.tokenization import load_tokenizer, token_pieces
 from pipelines.text.windows import ReadingWindow
-from tempnet.devices import input_device, move_base
+from tempnet.devices import input_device
 from tempnet.inference import CachedFold, record_hidden_states
-from tempnet.loading import load_causal_lm
 from tempnet.models.causal_lm import NUM_LIKELIEST
 from tempnet.models.output_head import find_output_head
-from tempnet.network import TempNet
 from tempnet.statistics import histogram_quantile, spearman
 
 # Maximum number of logits held in float32 at a time (64 MiB).
@@ -110,12 +108,12 @@ class TokenReader:
     Logits that are a function of the last hidden states (`find_output_head`) are computed only where they are asked for.
     """
 
-    def __init__(self, settings: TextSettings, base: Any, vocab_size: int) -> None:
-        use_gpu = settings.config.workers.use_gpu
-        if use_gpu and not torch.cuda.is_available():
-            raise ValueError("workers.use_gpu = True: torch finds no CUDA device here")
-        self._settings, self._vocab_size = settings, vocab_size
-        self._base: Any = move_base(base, "cuda" if use_gpu else "cpu")
+    def __init__(self, settings: TextSettings, tempnet: str = "") -> None:
+        config = settings.config
+        self._settings: Any = settings
+        self._vocab_size = len(load_tokenizer(config.model))
+        base, self._network = load_model(config.model, tempnet, config.precision, config.workers)
+        self._base: Any = base
         self._device = input_device(base)
         self._head = find_output_head(base)
 
@@ -163,17 +161,10 @@ class Predictor(TokenReader):
 
     def __init__(self, settings: PredictionSettings, *, at_tau: bool = False) -> None:
         config = settings.config
-        base, network = load_causal_lm(
-            local_copy(config.model),
-            local_copy(config.tempnet),
-            dtype=config.precision,
-            device_map=config.workers.device_map,
-            fetch=local_copy,
-        )
-        super().__init__(settings, base, network.config.input_size)
-        self._with_entropy, self._at_tau = config.with_entropy, at_tau
-        self._tempnet: TempNet = network.to(self._device)
-        self._fold = CachedFold.of(base, network)
+        super().__init__(settings, config.tempnet)
+        assert self._network is not None
+        self._with_entropy, self._at_tau, self._tempnet = config.with_entropy, at_tau, self._network
+        self._fold = CachedFold.of(self._base, self._tempnet)
 
     def __call__(self, part: Part) -> Finished:
         """Make the table of a part."""

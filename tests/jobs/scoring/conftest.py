@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from evaluation_support import BruteForce, make_export
-from prediction_support import save_tiny_model
+from evaluation_support import BruteForce, make_export, write_lines
+from prediction_support import save_tiny_model, some_texts
 
 from tests.jobs.scoring.generation_support import make_model
 
@@ -26,6 +26,13 @@ def brute(export: str) -> BruteForce:
 def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """Return a tiny model with a TempNet, with a bias in its output layer if the test asks for it (indirectly)."""
     return save_tiny_model(tmp_path_factory.mktemp("model"), with_bias=getattr(request, "param", False))
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a text of twelve documents for that model."""
+    path = tmp_path_factory.mktemp("text") / "a.jsonl"
+    return Path(write_lines(path, [{"text": text} for text in some_texts(12)]))
 
 
 @pytest.fixture(scope="module")

@@ -29,12 +29,6 @@ from jobs.scoring.language_models.windows import (
 from tests.jobs.scoring.evaluation_cases import EXAMPLES, harness, scores, write_tasks
 
 
-def test_a_line_of_lambada_ends_at_a_line_feed_only(tmp_path: Path) -> None:
-    text = "The temperature of a softmax \u2028 divides the logits"
-    (tmp_path / "lambada.jsonl").write_text("\ufeff" + f'{{"text": "{text}"}}\n' * 3)
-    assert read_lambada(str(tmp_path / "lambada.jsonl"), 0) == [(text.rsplit(maxsplit=1)[0], "logits")] * 3
-
-
 def test_pages_and_words_are_those_of_the_harness() -> None:
     first, second = wikitext_pages(TEXT)
     assert first.startswith(" = First title =")

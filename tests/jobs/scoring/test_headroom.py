@@ -32,13 +32,6 @@ from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.softmax.config import TemperatureLossConfig
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(
-        write_lines(tmp_path_factory.mktemp("text") / "text.jsonl", [{"text": text} for text in some_texts(12)])
-    )
-
-
 def documents() -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     return [rng.integers(1, VOCAB_SIZE, size=size).astype(np.int32) for size in (1, 40, 16, 0, 17, 5)]

@@ -9,7 +9,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from evaluation_support import write_lines
 from prediction_support import CONTEXT_LENGTH, NUM_LOGITS, VOCAB_SIZE, save_tiny_model, some_texts
 from scipy.stats import spearmanr
 from transformers import AutoModelForCausalLM
@@ -18,7 +17,6 @@ from jobs.predict_temperatures import main
 from jobs.scoring.config import LanguageModelPool
 from jobs.scoring.temperatures import pairs
 from jobs.scoring.temperatures.config import PredictTemperaturesConfig
-from jobs.scoring.temperatures.pairs import distinct_rows
 from jobs.scoring.temperatures.texts import (
     Prediction,
     Predictor,
@@ -33,12 +31,6 @@ from tempnet.inference import can_fold
 from tempnet.network import PAIRED_DIRECTORY, TempNet
 from tempnet.network_config import TempNetConfig
 from tests.tempnet.tiny_language_models import make_base
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "a.jsonl"
-    return Path(write_lines(path, [{"text": text} for text in some_texts(10, seed=1)]))
 
 
 def config_of(model: Path, text: Path, **changes: object) -> PredictTemperaturesConfig:
@@ -213,12 +205,6 @@ def test_another_configuration_is_refused_with_what_differs(model: Path, text: P
     ):
         with pytest.raises(ValueError, match=message):
             store.claim(other.record())
-
-
-def test_an_image_with_several_captions_counts_once() -> None:
-    table = pa.table({"key": ["b", "b", "a", "c", "c"]})
-    assert sorted(distinct_rows("tau_image", table)) == [0, 2, 3]
-    assert list(distinct_rows("tau_text", table)) == [0, 1, 2, 3, 4]
 
 
 def test_the_page_gives_the_mean_over_images(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ REFUSED = {
         "--label n": "label = n is shown on the page only: html must name a file",
     },
     "calibrate headroom": {
-        "--images pairs": "are both given: give text for a language model, or images for an image–text model",
+        "--images pairs": "give one of them, text for a language model, or images for an image–text model",
         "--gallery-images 500": "gallery_images = 500 has no meaning with text: leave it out",
         "--folds 2": "folds = 2 must be at least 3",
         "--folds 13": "has 12 readable documents, fewer than folds = 13",
@@ -139,7 +139,7 @@ REFUSED = {
         "--model encoder": "encoder is no causal language model (distilbert)",
     },
     "calibrate headroom --images": {
-        '--images ""': "text and images are both empty: give text for a language model, or images for an image–text",
+        '--images ""': "text = '' and images = '': give one of them",
         "--model tiny": "neither image_encoder/, nor a Transformers CLIPModel (its model_type is 'gpt2')",
         "--captions nowhere.json": "nowhere.json",
         "--splits test": "splits = test selects from captions, which is empty",

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from evaluation_support import BruteForce
-from prediction_support import VOCAB_SIZE, some_texts
+from prediction_support import VOCAB_SIZE
 
 from jobs.calibrate import main as calibrate
 from jobs.scoring.config import LanguageModelPool
@@ -38,14 +38,6 @@ SPREAD: DeviceMap = {
     "transformer.wte": "disk", "transformer.wpe": "disk", "transformer.h": "disk", "transformer.ln_f": "cpu",
     "lm_head": "disk",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text")
-    for number, content in enumerate(some_texts(4)):
-        (path / f"{number}.txt").write_text(content)
-    return path
 
 
 def documents() -> list[np.ndarray]:
