@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 import torch
-from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from jobs.engine.export import model_digest
@@ -33,7 +32,7 @@ from pipelines.storage import create_directory, read_json, relative, write_json
 from pipelines.text.manifest import ArchiveEntry
 from pipelines.text.reading import Document, readable_documents
 from pipelines.text.tokenization import document_start_id, load_tokenizer, tokenizer_digest
-from pipelines.text.windows import ReadingWindow, batches, default_stride, windows_of
+from pipelines.text.windows import default_stride
 from tempnet.base_model import load_base, read_config
 from tempnet.devices import input_device, loading_options, move_base
 from tempnet.loading import load_causal_lm, load_tempnet
@@ -164,25 +163,6 @@ def text_options(
         "model_digest": model_digest(config.model),
         "tokenizer_digest": tokenizer_digest(tokenizer),
     }
-
-
-def read_in_batches(
-    documents: Sequence[np.ndarray], settings: TextSettings
-) -> Iterator[tuple[list[ReadingWindow], Tensor, Tensor, Tensor]]:
-    """Yields the windows of documents (n,) in batches, with what a model reads; padding is on the right."""
-    streams = [torch.from_numpy(np.concatenate([[settings.bos_id], ids]).astype(np.int64)) for ids in documents]
-    lengths = {"context_length": settings.config.context_length, "stride": settings.config.stride}
-    windows = [window for number, ids in enumerate(documents) for window in windows_of(number, len(ids), **lengths)]
-    for batch in batches(windows, settings.config.batch_size):
-        shape = len(batch), max(window.num_positions for window in batch)
-        input_ids, targets = torch.full(shape, settings.bos_id), torch.zeros(shape, dtype=torch.long)
-        is_new = torch.zeros(shape, dtype=torch.bool)
-        for row, window in enumerate(batch):
-            stream, stop = streams[window.document], window.num_positions
-            input_ids[row, :stop] = stream[window.start : window.stop]
-            targets[row, :stop] = stream[window.start + 1 : window.stop + 1]
-            is_new[row, window.first - window.start : stop] = True
-        yield batch, input_ids, targets, is_new
 
 
 @dataclass(frozen=True, slots=True)

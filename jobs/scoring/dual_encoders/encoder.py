@@ -125,10 +125,8 @@ class Encoder:
 
 
 def caption_encoder(spec: DualEncoderSpec, *, field: str = "models") -> CaptionEncoder:
-    try:
+    with naming_field(f"{field}: {spec.path!r} has no tokenizer: "):
         tokenizer = load_tokenizer(spec.tokenizer, needs_eos=False)
-    except ValueError as error:
-        raise ValueError(f"{field}: {spec.path!r} has no tokenizer: {error}") from error
     if len(tokenizer) > spec.vocab_size:
         raise ValueError(
             f"{field}: the tokenizer in {spec.tokenizer!r} has {len(tokenizer)} tokens, the model {spec.vocab_size}"

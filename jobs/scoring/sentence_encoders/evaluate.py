@@ -31,6 +31,7 @@ from jobs.engine.tracking import resolve_uri
 from jobs.scoring.results import Column, Results, percent_table, publish_evaluation
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
 from jobs.scoring.units import Finished, ModelSpec, UnitStore, holding_one, map_units, model_labels, unit_key
+from jobs.tasks.base import naming_field
 from pipelines.local_copy import check_source, local_copy
 from pipelines.problems import TooManyProblemsError
 from pipelines.sentences.senteval import (
@@ -271,13 +272,10 @@ def mean_accuracies(column: Column) -> dict[str, float]:
 
 
 def read_data(config: EvaluateSentencesConfig) -> list[SentenceTask | Judgements]:
-    field = "data"
-    try:
+    with naming_field("data: "):
         data: list[SentenceTask | Judgements] = [read_senteval(config.data, name) for name in config.present_tasks]
-        field = "similarity"
+    with naming_field("similarity: "):
         data += [read_judgements(file, name) for name, file in named_values("similarity", config.similarity).items()]
-    except (OSError, ValueError) as error:
-        raise type(error)(f"{field}: {error}") from error
     for data_set in data:
         if isinstance(data_set, SentenceTask):
             check_folds(data_set, config)

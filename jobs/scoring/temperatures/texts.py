@@ -38,7 +38,6 @@ from jobs.scoring.text_parts import (
     map_archives,
     part_files,
     read_documents,
-    read_in_batches,
     text_options,
     token_arrays,
     tokenise,
@@ -47,7 +46,7 @@ from jobs.scoring.units import Finished, settings_digest, to_parquet
 from jobs.tasks.language_model.report import ColouredText, coloured_page, describe_predictions
 from pipelines.storage import exists, resolve, write_bytes, write_json
 from pipelines.text.tokenization import load_tokenizer, token_pieces
-from pipelines.text.windows import ReadingWindow
+from pipelines.text.windows import ReadingWindow, batches, windows_of
 from tempnet.devices import input_device
 from tempnet.inference import CachedFold, record_hidden_states
 from tempnet.models.causal_lm import NUM_LIKELIEST
@@ -118,9 +117,21 @@ class TokenReader:
         self._head = find_output_head(base)
 
     def read(self, documents: Sequence[np.ndarray]) -> Iterator[tuple[list[ReadingWindow], Iterator[TokenChunk]]]:
-        """Yields the windows of documents (n,) in batches, with the new tokens of a batch, window after window."""
-        for windows, *tensors in read_in_batches(documents, self._settings):
-            yield windows, self._chunks(*(tensor.to(self._device) for tensor in tensors))
+        """Yields the windows of documents (n,) in batches, padded on the right, with their new tokens, one after another."""
+        config, bos = self._settings.config, self._settings.bos_id
+        streams = [torch.from_numpy(np.concatenate([[bos], ids]).astype(np.int64)) for ids in documents]
+        lengths = {"context_length": config.context_length, "stride": config.stride}
+        windows = [window for number, ids in enumerate(documents) for window in windows_of(number, len(ids), **lengths)]
+        for batch in batches(windows, config.batch_size):
+            shape = len(batch), max(window.num_positions for window in batch)
+            input_ids, targets = torch.full(shape, bos), torch.zeros(shape, dtype=torch.long)
+            is_new = torch.zeros(shape, dtype=torch.bool)
+            for row, window in enumerate(batch):
+                stream, stop = streams[window.document], window.num_positions
+                input_ids[row, :stop] = stream[window.start : window.stop]
+                targets[row, :stop] = stream[window.start + 1 : window.stop + 1]
+                is_new[row, window.first - window.start : stop] = True
+            yield batch, self._chunks(*(tensor.to(self._device) for tensor in (input_ids, targets, is_new)))
 
     def _chunks(self, input_ids: Tensor, targets: Tensor, is_new: Tensor) -> Iterator[TokenChunk]:
         logits: Tensor | None = None
