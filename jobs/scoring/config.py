@@ -35,8 +35,7 @@ class LanguageModelPool(PoolSection):
     """Workers whose language model may be spread over several GPUs of a node."""
 
     device_map: Literal["auto"] | None = None
-    """auto: spread the model over the GPUs of its worker, layer by layer, and over the CPU's memory if they are too
-    small. None: the model is on one device."""
+    """auto: spread the layers over the GPUs of a worker and the CPU's memory. None: the model is on one device."""
     gpus_per_worker: int = 1
     """Number of GPUs that Ray reserves for every worker with `use_gpu`; more than one need `device_map = auto`."""
 

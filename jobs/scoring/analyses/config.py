@@ -153,8 +153,7 @@ class Noise(PairAnalysis):
     model: str
     """Directory or URI of a dual encoder with its TempNets, such as an export of `train_clip`."""
     label: str
-    """Field with a number in the JSON files beside the images, such as `concept_frequency` of the sample data: noisy pairs
-    above its median make a group of their own."""
+    """Field with a number in the JSON files beside the images; noisy pairs above its median make a group of their own."""
     share: float = 0.15
     """Probability, in (0, 1), that a caption gets noise."""
     seed: int = 42
@@ -184,8 +183,7 @@ class Decoders(Analysis):
     format: Literal["text", "gsm8k"] = "text"
     """Format of the prompts, as in `jobs.generate`. gsm8k has a verifier: then answers are checked too."""
     tempnets: tuple[str, ...] = ()
-    """Directories, URIs or hub names of TempNets to compare beside those that the job trains. Default: the one in the
-    directory of the model, if there is one."""
+    """Directories, URIs or hub names of further TempNets. Default: the one in the directory of the model, if any."""
     num_samples: int = 8
     """Number of texts for every prompt."""
     max_new_tokens: int = 64

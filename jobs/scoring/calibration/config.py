@@ -35,8 +35,7 @@ class Rho:
     use_gpu: bool = False
     """Run the model on a GPU of the cluster."""
     device_map: Literal["auto"] | None = None
-    """auto: spread the model over `num_gpus` GPUs of a node, layer by layer, and over the CPU's memory if they are too
-    small. None: the model is on one device."""
+    """auto: spread the layers over `num_gpus` GPUs of a node and the CPU's memory. None: the model is on one device."""
     num_gpus: int = 1
     """Number of GPUs that are reserved with `use_gpu`; more than one need `device_map = auto`."""
     storage: str = ""
@@ -79,8 +78,7 @@ class TauMax:
     seed: int = 0
     """Random seed of the sampling of tokens."""
     device_map: Literal["auto"] | None = None
-    """auto: spread the model over all GPUs of this machine, layer by layer, and over the CPU's memory if they are too
-    small. None: the model is on the CPU."""
+    """auto: spread the layers over all GPUs of this machine and the CPU's memory. None: the model is on the CPU."""
     dry_run: bool = False
     """Print the result without saving it with the TempNet."""
 

@@ -20,8 +20,7 @@ class EvaluateClipConfig(EvaluationConfig):
     retrieval: tuple[str, ...] = ()
     """Retrieval sets as NAME=URI: images with captions, in any form that `prepare_images` reads."""
     captions: tuple[str, ...] = ()
-    """Captions of a retrieval set as NAME=FILE: a JSON file in Karpathy's form, or a list. Default: the captions
-    beside the images."""
+    """Captions of a retrieval set as NAME=FILE: JSON in Karpathy's form, or a list. Default: those beside the images."""
     splits: tuple[str, ...] = ()
     """NAME=SPLIT,SPLIT: use only these splits of the retrieval set's Karpathy JSON. Default: all splits."""
     zero_shot: tuple[str, ...] = ()

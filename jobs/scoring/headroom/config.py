@@ -48,8 +48,7 @@ class Headroom(TextReadingConfig, OutputConfig):
     folds: int = 5
     """Number of folds of documents, or images, at least 3: each is judged by what was fitted to other folds."""
     least_gain: float = 1.0
-    """Gain, in thousandths of a nat per token or pair, that the verdict calls worth it if the whole interval lies
-    above."""
+    """Gain, in thousandths of a nat per token or pair, that is worth it if the whole interval lies above."""
     tokens_per_document: int = 1024
     """Number of tokens of a document that are measured, from its beginning."""
     end_of_document: Literal["measured", "target", "ignored"] = "measured"

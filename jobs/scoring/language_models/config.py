@@ -73,13 +73,11 @@ class EvaluateConfig(EvaluationConfig):
     models: tuple[str, ...]
     """Directories, URIs or hub names of Transformers causal LMs, such as exports of `train_lm`."""
     tempnets: tuple[str, ...] = ()
-    """The TempNets of the models, in the same order; `none` for a model without one. Default: `tempnet/` in each
-    model's directory."""
+    """The TempNets of the models, in order; `none` for a model without. Default: `tempnet/` in each model's directory."""
     temperatures: tuple[str, ...] = ("one",)
     """Temperatures: one (τ = 1), fixed:VALUE, tempnet, or tempnet:TAU_MAX, which replaces the TempNet's τ_max."""
     wikitext: str = ""
-    """Text file to compute the word perplexity of; WikiText headings `= Title =` split it into documents. Empty:
-    none."""
+    """Text file for the word perplexity; WikiText headings `= Title =` split it into documents. Empty: none."""
     detokenize: bool = True
     """Undo WikiText's tokenisation (`1 @,@ 000 ,`) before scoring, as the harness does. Words are counted before."""
     lambada: str = ""
@@ -102,8 +100,7 @@ class EvaluateConfig(EvaluationConfig):
     batch_size: int = 8
     """Number of sequences per forward pass."""
     dtype: Literal["float32", "bfloat16", "float16", "int8", "fp8"] = "float32"
-    """Data type of the base model; int8, fp8: weights in eight bits, products in bfloat16, by torchao.
-    The softmax and TempNet are always float32."""
+    """Data type of the base model; int8, fp8: weights in eight bits, by torchao. Softmax and TempNet are always float32."""
     trust_remote_code: bool = False
     """Allow Transformers to run code that is shipped with a model."""
     workers: LanguageModelPool = field(default_factory=LanguageModelPool)

@@ -26,8 +26,7 @@ class EvaluateSentencesConfig(EvaluationConfig):
     probing tasks, and by the cosine STS12 to STS16, STSBenchmark and SICKRelatedness. Empty: all that are found in `data`
     but SNLI, whose regression takes hours."""
     similarity: tuple[str, ...] = ()
-    """Similarity judgements as NAME=FILE: lines of score, tab, sentence, tab, sentence; or files of the STS
-    benchmark."""
+    """Judgements as NAME=FILE: lines of score, tab, sentence, tab, sentence; or files of the STS benchmark."""
     num_folds: int = 10
     """Number of cross-validation folds for tasks without test sentences."""
     num_inner_folds: int = 5
@@ -35,8 +34,7 @@ class EvaluateSentencesConfig(EvaluationConfig):
     seed: int = 0
     """Random seed of the folds."""
     num_tokens: int = 0
-    """Maximum tokens per sentence; longer sentences are cut. 0: the number saved with the model, or else its
-    positions, at most 512."""
+    """Maximum tokens of a sentence; longer ones are cut. 0: as saved with the model, else its positions, at most 512."""
     batch_size: int = 64
     """Number of sentences per forward pass."""
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -66,11 +64,7 @@ class EvaluateSentencesConfig(EvaluationConfig):
 
     @property
     def present_tasks(self) -> tuple[str, ...]:
-        """The tasks to evaluate on; their directory must exist and contain some (FileNotFoundError).
-
-        Raises:
-            ValueError: if two of them and of the similarity judgements have the same name, which their figures go by.
-        """
+        """The tasks to evaluate on (FileNotFoundError: none is there; ValueError: two, or judgements, have the same name)."""
         found = self.tasks
         if self.data and not found:
             found = present_tasks(self.data, [name for name in SENTEVAL_NAMES if name != "SNLI"])

@@ -23,8 +23,7 @@ class TextReadingConfig:
     batch_size: int = 16
     """Number of windows per forward pass."""
     precision: Literal["fp32", "bf16", "int8", "fp8"] = "fp32"
-    """Precision of the base model; int8, fp8: weights in eight bits, products in bfloat16, by torchao.
-    TempNet, τ and entropy are float32."""
+    """Precision of the base model; int8, fp8: weights in eight bits, by torchao. TempNet, τ and entropy are float32."""
     text_field: str = "text"
     """Name of the field or column that contains the text."""
     max_documents: int = 0
@@ -57,8 +56,7 @@ class PredictTemperaturesConfig(TextReadingConfig):
     """Directory or URI of the tables, with one Parquet file per part. A repeated run writes only the missing parts.
     With several machines, all of them must be able to reach it. Empty: no tables."""
     html: str = ""
-    """HTML file (path or URI) that shows the first documents with every token coloured by its τ. Default:
-    temperatures.html if there is no output."""
+    """HTML file (path or URI) of the first documents, tokens coloured by τ. Default: temperatures.html if no output."""
     html_tokens: int = 4096
     """Maximum number of tokens on the page."""
     per_token: bool = False
@@ -80,8 +78,7 @@ class PredictPairTemperaturesConfig:
     tempnet: str = ""
     """Directory that contains `tempnet_image/` and `tempnet_text/`. Default: the directory of the model."""
     images: str
-    """A WebDataset tar as written by img2dataset, a directory of such tars, or a directory of images; a path or
-    pyarrow URI."""
+    """A WebDataset tar as written by img2dataset, a directory of these, or one of images; a path or pyarrow URI."""
     captions: str = ""
     """JSON file with captions for images that come without: in Karpathy's form, or a list of {"image", "caption"}."""
     splits: tuple[str, ...] = ()
