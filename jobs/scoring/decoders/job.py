@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,24 +19,22 @@ from jobs.engine.report import markdown_table, picture
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.analyses.config import Decoders
 from jobs.scoring.decoders.bench import (
+    CHECKED,
     CONSTANT,
+    PLAIN,
     BenchSettings,
     BenchUnit,
     BenchWorker,
-    Comparison,
-    PromptFigures,
     run_bench,
 )
-from jobs.scoring.decoders.model import SampledText
-from jobs.scoring.generation.formats import FORMATS, Prompt, read_prompts
-from jobs.scoring.generation.sampling import cut
+from jobs.scoring.generation.formats import Prompt, read_prompts
 from jobs.scoring.results import publish_findings
 from jobs.scoring.text_parts import list_sources
 from jobs.scoring.units import map_units, model_labels
 from jobs.tasks.base import naming_field
 from jobs.tasks.language_model.data import warn_of_known_text
 from pipelines.archives import Archive
-from pipelines.local_copy import check_source, local_copy
+from pipelines.local_copy import checked_copy, local_copy
 from pipelines.problems import check_problems
 from pipelines.text.manifest import ArchiveEntry
 from pipelines.text.reading import readable_documents
@@ -45,6 +43,8 @@ from tempnet.base_model import read_config
 from tempnet.loading import load_tempnet
 from tempnet.weights import check_weight_files
 
+_MARKS = {"MeanShift": "s", "shuffled": "x"}
+_NUM_NAMED = 6  # entries of the legend
 _LEAST = 4
 """Number of documents and of prompts that two halves with an interval need."""
 
@@ -52,10 +52,8 @@ _LEAST = 4
 def compare_decoders(config: Decoders) -> dict[str, Any]:
     """Run the job, print its table, and return the figures."""
     uri = resolve_uri(config.tracking, config.run.resolved_storage)
-    settings, prompts, tokenizer, known = resolve_settings(config)
-    verify = make_verifier(config, prompts, tokenizer)
-    comparison = run_bench(settings, partial(run_units, settings), verify)
-    values = figures(comparison, k=config.k) | {"known_text": known}
+    settings, known = resolve_settings(config)
+    values = run_bench(settings, partial(run_units, settings)).values | {"known_text": known}
     if known:
         print("\nThe model was trained on some of this text: what is found does not hold for new text.")
     publish_findings(
@@ -74,16 +72,12 @@ def compare_decoders(config: Decoders) -> dict[str, Any]:
     return values
 
 
-def resolve_settings(
-    config: Decoders,
-) -> tuple[BenchSettings, list[Prompt], PreTrainedTokenizerFast, list[str]]:
-    """Return what the workers need, the prompts, the tokenizer, and the archives that the model was trained on."""
+def resolve_settings(config: Decoders) -> tuple[BenchSettings, list[str]]:
+    """Return what the bench needs, and the archives that the model was trained on."""
     with naming_field("text: "):
         archives = list_sources(config.text)
-    with naming_field("model = "):
-        check_source(local_copy(config.model, with_weights=False))
+    check_weight_files(place := checked_copy(config.model, "model = "))
     tokenizer = load_tokenizer(config.model)
-    check_weight_files(place := local_copy(config.model))
     with naming_field("model = "):
         model = read_config(place).get_text_config()
     context = getattr(model, "max_position_embeddings", None)
@@ -96,13 +90,12 @@ def resolve_settings(
     prompts, ids = read_prompt_ids(config, documents, tokenizer, context)
     settings = BenchSettings(
         config=replace(config, model=absolute_path(config.model)),
-        vocab_size=len(tokenizer),
-        bos_id=document_start_id(tokenizer),
         documents=tuple(documents),
         prompts=tuple(ids),
+        asked=tuple(prompts),
         tempnets=find_tempnets(config, len(tokenizer), model.hidden_size),
     )
-    return settings, prompts, tokenizer, warn_of_known_text(config.model, config.text, archives, field="text")
+    return settings, warn_of_known_text(config.model, config.text, archives, field="text")
 
 
 def read_documents(
@@ -160,10 +153,8 @@ def read_prompt_ids(
 
 def find_tempnets(config: Decoders, vocab_size: int, state_size: int) -> dict[str, str]:
     """Return the places of the given TempNets by name, or that of the one beside the model if there is one."""
-    places = [absolute_path(place) for place in config.tempnets]
-    names = [f"TempNet {label}" for label in model_labels(places)] if places else []
-    if not places:
-        places, names = [absolute_path(config.model)], ["TempNet of the model"]
+    places = [absolute_path(place) for place in config.tempnets or (config.model,)]
+    names = [f"TempNet {label}" for label in model_labels(places)] if config.tempnets else ["TempNet of the model"]
     found: dict[str, str] = {}
     for name, place in zip(names, places, strict=True):
         try:
@@ -186,19 +177,6 @@ def find_tempnets(config: Decoders, vocab_size: int, state_size: int) -> dict[st
     return found
 
 
-def make_verifier(
-    config: Decoders, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerFast
-) -> Callable[[int, SampledText], tuple[Hashable | None, bool]] | None:
-    chosen = FORMATS[config.format]
-
-    def verify(place: int, sampled: SampledText) -> tuple[Hashable | None, bool]:
-        text = str(tokenizer.decode(sampled.tokens, skip_special_tokens=True))
-        grade = chosen.grade(prompts[place], cut(text, chosen.stop))
-        return grade["answer"], bool(grade["is_correct"])
-
-    return verify if config.format == "gsm8k" else None
-
-
 def run_units(settings: BenchSettings, units: Sequence[BenchUnit]) -> list[Any]:
     outcome = map_units(units, partial(BenchWorker, settings), settings.config.workers)
     outcome.check()
@@ -218,50 +196,6 @@ def _metrics(values: dict[str, Any]) -> dict[str, float]:
         for measure in ("gain", "brier", "ece"):
             metrics[f"{short}/{measure}"] = found["text"][measure]["mean"]
     return metrics
-
-
-PLAIN = ("log_probability", "distinct", "self_bleu")
-CHECKED = ("correct", "distinct_correct", "pass_at_k", "maj_at_k")
-_MARKS = {"MeanShift": "s", "shuffled": "x"}
-_NUM_NAMED = 6
-
-
-def figures(comparison: Comparison, *, k: int) -> dict[str, Any]:
-    """Return all figures; losses and gains in nats per token, shares as numbers from 0 to 1.
-
-    Every figure is a pair of mean and half-width of its 95 % interval. NaN and infinity are None, which JSON knows.
-    """
-    sums = comparison.sums
-    decoders: dict[str, Any] = {}
-    for name, rule in comparison.for_text.items():
-        text = {
-            "rule": rule.label,
-            "loss": sums.loss(name).as_json(),
-            "gain": sums.gain(name, CONSTANT).as_json(),
-            "brier": sums.mean(name, "brier").as_json(),
-            "ece": sums.calibration_error(name).as_json(),
-            "excluded": sums.mean(name, "excluded").as_json(),
-        }
-        if f"{name}: MeanShift" in sums.sums:
-            text["gain_over_mean_shift"] = sums.gain(name, f"{name}: MeanShift").as_json()
-        decoders[name] = {"text": text}
-    for name, found in comparison.prompts.items():
-        decoders[name]["prompts"] = {"rule": comparison.for_prompts[name].label, **_prompt_values(found)}
-    return {
-        "num_tokens": comparison.num_tokens,
-        "human_loss": comparison.human_loss,
-        "has_verifier": comparison.has_verifier,
-        "k": k,
-        "decoders": decoders,
-        "tried": [{"decoder": name, "rule": label, **_prompt_values(found)} for name, label, found in comparison.tried],
-    }
-
-
-def _prompt_values(found: PromptFigures) -> dict[str, Any]:
-    values = asdict(found)
-    for name in (*PLAIN, *CHECKED):
-        values[name] = None if getattr(found, name) is None else getattr(found, name).as_json()
-    return values
 
 
 def table(values: dict[str, Any]) -> str:
@@ -292,17 +226,15 @@ def table(values: dict[str, Any]) -> str:
 
 def conclusion(values: dict[str, Any]) -> str:
     """Return lines that say which decoders gain on text, over the best constant and over their own MeanShift."""
-    decoders = values["decoders"]
-    better = [name for name, found in decoders.items() if _is_above(found["text"]["gain"])]
-    learned = {
-        name: found["text"]["gain_over_mean_shift"]
-        for name, found in decoders.items()
-        if "gain_over_mean_shift" in found["text"]
-    }
-    own = [name for name, gain in learned.items() if _is_above(gain)]
+
+    def better(gain: str) -> str:
+        figures = {name: found["text"].get(gain) for name, found in values["decoders"].items()}
+        known = {name: found for name, found in figures.items() if found and None not in found.values()}
+        return ", ".join(name for name, found in known.items() if found["mean"] > found["half_width"]) or "none"
+
     return (
-        f"On text, better than the best constant τ with the whole interval: {', '.join(better) or 'none'}.\n"
-        f"Of the learned decoders, better than their own MeanShift: {', '.join(own) or 'none'}.\n"
+        f"On text, better than the best constant τ with the whole interval: {better('gain')}.\n"
+        f"Of the learned decoders, better than their own MeanShift: {better('gain_over_mean_shift')}.\n"
         f"{values['num_tokens']:,} tokens report; gains are of the smoothed NLL in thousandths of a nat per token, ± 95 % "
         "over documents or prompts. Parameters were chosen on the other half."
     )
@@ -324,8 +256,7 @@ def plot(values: dict[str, Any], path: Path) -> None:
         for name, found in values["decoders"].items()
     }
     means = {name: point for name, point in means.items() if None not in point}
-    points = list(means.values())
-    best = frontier(points)
+    best = frontier(means.values())
     # With the frontier itself and real text the legend has eight entries at most.
     first = {CONSTANT, next((name for name in means if name.startswith("TempNet")), CONSTANT)}
     named = sorted(means, key=lambda name: (name not in first, means[name] not in best))[:_NUM_NAMED]
@@ -359,7 +290,7 @@ def plot(values: dict[str, Any], path: Path) -> None:
         axes.figure.legend(fontsize=8, loc="outside lower center", ncols=2)
 
 
-def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the points that no other one exceeds in both coordinates, from the largest x to the smallest."""
     found: list[tuple[float, float]] = []
     for point in sorted(points, reverse=True):
@@ -374,8 +305,3 @@ def _show(values: dict[str, float | None] | None, factor: float, digits: int, *,
     half = values["half_width"]
     shown = f"{factor * values['mean']:.{digits}f}"
     return shown if half is None else f"{shown} ± {factor * half:.{digits}f}"
-
-
-def _is_above(values: dict[str, float | None]) -> bool:
-    mean, half = values["mean"], values["half_width"]
-    return mean is not None and half is not None and mean - half > 0

@@ -18,18 +18,22 @@ from transformers import AutoModelForCausalLM, TopPLogitsWarper
 
 from jobs.scoring.analyses.config import Decoders
 from jobs.scoring.decoders.bench import (
+    AUTODECO,
     CONSTANT,
     ONE,
+    PROPER,
+    ROBUST,
     BenchSettings,
     BenchWorker,
     Comparison,
+    FrozenModel,
+    MeasuredText,
+    SampledText,
     measure_prompts,
     published_rules,
     run_bench,
-    split_text,
 )
-from jobs.scoring.decoders.job import conclusion, figures, make_verifier, plot, resolve_settings, table
-from jobs.scoring.decoders.model import AUTODECO, PROPER, ROBUST, FrozenModel, MeasuredText, SampledText
+from jobs.scoring.decoders.job import conclusion, plot, resolve_settings, table
 from jobs.scoring.generation.formats import FORMATS, Prompt
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.decoders.rules import ConstantTemperature, Mirostat, Shuffled, Warped, temper
@@ -66,7 +70,7 @@ def few_rules() -> Iterator[None]:
     few = {name: family[:2] for name, family in published_rules().items()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jobs.scoring.decoders.bench.published_rules", lambda: few)
-        patch.setattr("jobs.scoring.decoders.model.SCALES", (0.7, 1.0))
+        patch.setattr("jobs.scoring.decoders.bench.SCALES", (0.7, 1.0))
         yield
 
 
@@ -80,34 +84,28 @@ def comparison(settings: BenchSettings) -> Comparison:
     return bench(settings)
 
 
-def model_of(settings: BenchSettings) -> FrozenModel:
-    return FrozenModel(settings.config, vocab_size=settings.vocab_size, bos_id=settings.bos_id)
-
-
 def test_measured_text_gives_the_logits_of_the_model(settings: BenchSettings) -> None:
-    model = model_of(settings)
-    measured = model.measure(settings.documents, 3)
+    model = FrozenModel(settings.config)
+    measured = model.measure(settings.documents)
     base = AutoModelForCausalLM.from_pretrained(settings.config.model).eval()
     for number, ids in enumerate(settings.documents):
         part = measured.part(measured.documents == number)
         assert part.targets.tolist() == list(ids)
         with torch.no_grad():
-            logits = base(input_ids=torch.tensor([[settings.bos_id, *ids[:-1]]])).logits[0, :, :VOCABULARY]
+            logits = base(input_ids=torch.tensor([[0, *ids[:-1]]])).logits[0, :, :VOCABULARY]
         torch.testing.assert_close(model.logits(part.hidden), logits, atol=1e-4, rtol=1e-4)
 
 
 def test_samples_are_those_of_a_loop_without_a_cache_and_do_not_depend_on_the_batch(settings: BenchSettings) -> None:
-    model, prompts = model_of(settings), [*settings.prompts[:3], settings.prompts[3][:2]]
+    prompts = [*settings.prompts[:3], settings.prompts[3][:2]]
+    models = [FrozenModel(replace(settings.config, max_new_tokens=5, seed=4, batch_size=size)) for size in (1, 4)]
     for rule in (TOP_P, Mirostat(3.0), Shuffled(torch.tensor([0.3, 2.0]), "x")):
-        options = {"num_samples": 3, "num_tokens": 5, "seed": 4}
-        one, other = (
-            [text for row in model.sample(rule, prompts, batch_size=size, **options) for text in row] for size in (1, 4)
-        )
+        one, other = ([text for row in model.sample(rule, prompts) for text in row] for model in models)
         assert [text.tokens for text in one] == [text.tokens for text in other]
         expected = [text.log_probability for text in other]
         np.testing.assert_allclose([text.log_probability for text in one], expected, atol=1e-3)
     base = AutoModelForCausalLM.from_pretrained(settings.config.model).eval()
-    [[text]] = model.sample(TOP_P, prompts[:1], num_samples=1, num_tokens=5, seed=4, batch_size=1)
+    [[text, *_]] = models[0].sample(TOP_P, prompts[:1])
     ids, score = list(prompts[0]), 0.0
     for token in text.tokens:
         with torch.no_grad():
@@ -123,15 +121,15 @@ def test_tempnets_read_the_hidden_states_that_they_were_trained_on(tmp_path: Pat
     place = make_model(tmp_path / "granite", "granite", 64, tempnet=False)
     values = json.loads((place / "config.json").read_text())
     (place / "config.json").write_text(json.dumps(values | {"logits_scaling": 8.0}))
-    model, ids = FrozenModel(config(place, text), vocab_size=VOCABULARY, bos_id=0), (5, 7, 9, 30)
+    model, ids = FrozenModel(config(place, text)), (5, 7, 9, 30)
     with torch.no_grad(), record_hidden_states(model.base) as seen:
         logits = model.base(input_ids=torch.tensor([[0, *ids[:-1]]])).logits[0, :, :VOCABULARY]
-    measured = model.measure([ids], 1)
+    measured = model.measure([ids])
     torch.testing.assert_close(measured.hidden, seen[0][0])
     torch.testing.assert_close(model.logits(measured.hidden), logits, atol=1e-4, rtol=1e-4)
     rule = Seen()
-    model.sample(rule, [(0, *ids[:-1])], num_samples=1, num_tokens=1, seed=0, batch_size=1)
-    torch.testing.assert_close(rule.seen[0], seen[0][0, -1:])
+    model.sample(rule, [(0, *ids[:-1])])
+    torch.testing.assert_close(rule.seen[0][:1], seen[0][0, -1:])
 
 
 class Seen(ConstantTemperature):
@@ -149,15 +147,17 @@ def test_texts_end_where_those_of_generation_end(
     settings: BenchSettings, gpt2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the cost of a text nor its figures count what a model writes after the format's stop strings."""
-    rule, options = ConstantTemperature(1.5), {"num_samples": 6, "num_tokens": 12, "seed": 4, "batch_size": 4}
-    plain = model_of(settings).sample(rule, settings.prompts, **options)
+    rule, chosen = ConstantTemperature(1.5), replace(settings.config, num_samples=6, max_new_tokens=12, seed=4)
+    plain = FrozenModel(chosen).sample(rule, settings.prompts)
     monkeypatch.setitem(FORMATS, "text", replace(FORMATS["text"], stop=("e", "t ")))
-    stopped, tokenizer = model_of(settings).sample(rule, settings.prompts, **options), load_tokenizer(str(gpt2))
+    stopped, tokenizer = FrozenModel(chosen).sample(rule, settings.prompts), load_tokenizer(str(gpt2))
     num_shorter = 0
     for whole, text in zip(itertools.chain(*plain), itertools.chain(*stopped), strict=True):
         written = [tokenizer.decode(whole.tokens[:number]) for number in range(len(whole.tokens) + 1)]
         end = next((number for number, part in enumerate(written) if "e" in part or "t " in part), None)
         assert text.tokens == whole.tokens[:end]
+        assert whole.text.startswith(text.text.rstrip("\ufffd"))
+        assert "e" not in text.text
         assert text.num_drawn == (whole.num_drawn if end is None else end)
         assert (text.log_probability == pytest.approx(whole.log_probability)) == (text.num_drawn == whole.num_drawn)
         num_shorter += text.num_drawn < whole.num_drawn
@@ -167,7 +167,9 @@ def test_texts_end_where_those_of_generation_end(
 def test_every_decoder_has_its_place_and_every_learned_one_its_controls(comparison: Comparison) -> None:
     expected = [*published_rules(), *LEARNED]
     expected += [f"{name}: {control}" for name in LEARNED for control in ("MeanShift", "shuffled")]
-    assert set(comparison.for_text) == set(comparison.sums.sums) == set(comparison.prompts) == set(expected)
+    assert (
+        set(comparison.for_text) == set(comparison.for_prompts) == set(comparison.values["decoders"]) == set(expected)
+    )
     for name in LEARNED:
         shift, pool = (comparison.for_text[f"{name}: {control}"] for control in ("MeanShift", "shuffled"))
         assert isinstance(shift, Warped if name == AUTODECO else ConstantTemperature)
@@ -190,15 +192,16 @@ def test_the_reporting_half_changes_no_choice_and_nothing_learned(
         for name in LEARNED:
             found = ours[name].log_probabilities(logits, hidden)
             assert found.equal(theirs[name].log_probabilities(logits, hidden)), name
-    assert comparison.sums.loss(ONE).mean != other.sums.loss(ONE).mean
-    assert comparison.prompts[ONE].log_probability.mean != other.prompts[ONE].log_probability.mean
+    ours, theirs = (one.values["decoders"][ONE] for one in (comparison, other))
+    assert ours["text"]["loss"] != theirs["text"]["loss"]
+    assert ours["prompts"]["log_probability"] != theirs["prompts"]["log_probability"]
 
 
 def test_the_best_constant_is_the_best_of_those_tried_on_the_choosing_half(
     settings: BenchSettings, comparison: Comparison
 ) -> None:
-    model = model_of(settings)
-    choosing, reporting = split_text(model.measure(settings.documents, 3))
+    model = FrozenModel(settings.config)
+    choosing, reporting = model.measure(settings.documents).halves()
     assert not set(choosing.documents.tolist()) & set(reporting.documents.tolist())
 
     def losses(part: MeasuredText, tau: float) -> float:
@@ -207,13 +210,14 @@ def test_the_best_constant_is_the_best_of_those_tried_on_the_choosing_half(
     candidates = [rule.tau for rule in published_rules()[CONSTANT][:2] if isinstance(rule, ConstantTemperature)]
     chosen = comparison.for_text[CONSTANT]
     assert isinstance(chosen, ConstantTemperature)
-    assert comparison.sums.loss(CONSTANT).mean == pytest.approx(losses(reporting, chosen.tau), rel=1e-4)
-    assert comparison.human_loss == pytest.approx(losses(choosing, 1.0), rel=1e-4)
+    found = comparison.values["decoders"][CONSTANT]["text"]["loss"]["mean"]
+    assert found == pytest.approx(losses(reporting, chosen.tau), rel=1e-4)
+    assert comparison.values["human_loss"] == pytest.approx(losses(choosing, 1.0), rel=1e-4)
     assert losses(choosing, chosen.tau) == pytest.approx(min(losses(choosing, tau) for tau in candidates), rel=1e-2)
 
 
 def test_table_and_plot_show_every_decoder(comparison: Comparison, tmp_path: Path) -> None:
-    values = json.loads(json.dumps(figures(comparison, k=2), allow_nan=False))
+    values = json.loads(json.dumps(comparison.values, allow_nan=False))
     shown = table(values)
     assert all(f"| {name} " in shown for name in comparison.for_text)
     assert shown.count("\n") == len(comparison.for_text) + 1
@@ -224,22 +228,24 @@ def test_table_and_plot_show_every_decoder(comparison: Comparison, tmp_path: Pat
 
 def test_figures_of_prompts_with_a_verifier() -> None:
     rng = np.random.default_rng(0)
-    texts = [[SampledText(rng.integers(0, 4, size=3).tolist(), 3, -6.0) for _ in range(8)] for _ in range(5)]
+    tokens = rng.integers(0, 4, size=(5, 8, 3)).tolist()
+    texts = [[SampledText(str(ids[0]), ids, 3, -6.0) for ids in row] for row in tokens]
 
-    def verify(place: int, text: SampledText) -> tuple[int, bool]:
-        return text.tokens[0], text.tokens[0] % 2 == 0
+    def grade(prompt: Prompt, text: str) -> dict[str, Any]:
+        return {"answer": text, "is_correct": int(text) % 2 == 0}
 
-    found = measure_prompts(texts, range(5), k=2, reference_length=6.0, verify=verify)
-    assert found.num_counted == 4, "texts of half the length: twice as many of them cost the same"
-    assert found.log_probability.mean == pytest.approx(-2.0)
-    assert found.correct is not None
-    assert found.distinct_correct is not None
-    assert found.maj_at_k is not None
+    prompts = [Prompt(id=number, turns=()) for number in range(5)]
+    found = measure_prompts(texts, prompts, k=2, reference_length=6.0, grade=grade)
+    assert found["num_counted"] == 4, "texts of half the length: twice as many of them cost the same"
     firsts = np.array([[text.tokens[0] for text in samples] for samples in texts])
-    assert found.correct.mean == pytest.approx((firsts % 2 == 0).mean())
-    assert found.distinct_correct.mean == pytest.approx(np.mean([len({*row} & {0, 2}) / 8 for row in firsts.tolist()]))
     groups = firsts.reshape(-1, 4).tolist()
-    assert found.maj_at_k.mean == pytest.approx(np.mean([max(group, key=group.count) % 2 == 0 for group in groups]))
+    expected = {
+        "log_probability": -2.0,
+        "correct": (firsts % 2 == 0).mean(),
+        "distinct_correct": np.mean([len({*row} & {0, 2}) / 8 for row in firsts.tolist()]),
+        "maj_at_k": np.mean([max(group, key=group.count) % 2 == 0 for group in groups]),
+    }
+    assert {name: found[name]["mean"] for name in expected} == pytest.approx(expected)
 
 
 def test_prompts_are_beginnings_of_documents_of_their_own_half(gpt2: Path, text: Path) -> None:
@@ -247,18 +253,6 @@ def test_prompts_are_beginnings_of_documents_of_their_own_half(gpt2: Path, text:
     longer = [len(ids) > 20 for ids in settings.documents]
     assert 0 < sum(longer) < len(longer), "some documents are too short, so places of prompts and documents differ"
     for place, ids in enumerate(settings.prompts):
-        assert ids[0] == settings.bos_id
+        assert ids[0] == 0
         owners = [number for number, document in enumerate(settings.documents) if document[:20] == ids[1:]]
         assert [number % 2 for number in owners] == [place % 2]
-
-
-def test_answers_of_gsm8k_are_cut_at_stop_strings_and_checked(gpt2: Path, text: Path, tmp_path: Path) -> None:
-    prompts = write_lines(tmp_path / "q.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])
-    chosen = config(gpt2, text, format="gsm8k", prompts=prompts)
-    tokenizer = resolve_settings(config(gpt2, text))[2]
-    verify = make_verifier(chosen, [Prompt(id=1, turns=("",), fields={"gold": "2"})], tokenizer)
-    assert verify is not None
-    for written, expected in (("so 2\n\nQ: 3", ("2", True)), ("it is 3", ("3", False)), ("none", (None, False))):
-        tokens = tokenizer(written).input_ids
-        assert verify(0, SampledText(tokens, len(tokens), 0.0)) == expected
-    assert make_verifier(config(gpt2, text), [], tokenizer) is None
