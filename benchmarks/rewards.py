@@ -33,10 +33,9 @@ from jobs.engine.report import markdown_table
 from jobs.scoring.headroom.config import RewardHeadroom
 from jobs.scoring.headroom.rewards import conclude, measure, plan_of
 from jobs.scoring.reward.config import RewardConfig, RewardTemperatureSection
-from jobs.scoring.reward.job import compare_temperatures, points, train
+from jobs.scoring.reward.job import RewardTrainer, compare_temperatures, points, train
 from jobs.scoring.reward.plan import make_plan
 from jobs.scoring.reward.rollouts import gain, work_here
-from jobs.scoring.reward.trainer import RewardTrainer
 from jobs.scoring.units import UnitStore
 from jobs.scoring.verifiers.verifier import VerifierSection
 

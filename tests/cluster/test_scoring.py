@@ -23,9 +23,9 @@ from support import run_until, write_jsonl_zst
 
 from jobs import train_reward
 from jobs.scoring.config import PoolSection
+from jobs.scoring.reward.job import RewardTrainer
 from jobs.scoring.reward.plan import make_plan
 from jobs.scoring.reward.rollouts import work_here
-from jobs.scoring.reward.trainer import RewardTrainer
 from jobs.scoring.units import Finished, Outcome, UnitStore, map_units
 from pipelines.store_errors import RETRIES
 from tempnet.loading import load_tempnet

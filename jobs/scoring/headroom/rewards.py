@@ -31,10 +31,9 @@ from jobs.scoring.headroom.config import RewardHeadroom
 from jobs.scoring.headroom.job import judge
 from jobs.scoring.results import publish, write_results
 from jobs.scoring.reward.config import RewardConfig, RewardedTexts, RewardTemperatureSection
-from jobs.scoring.reward.job import describe_losses, points
+from jobs.scoring.reward.job import RewardTrainer, describe_losses, points
 from jobs.scoring.reward.plan import CONSTANTS, RewardPlan, make_plan
 from jobs.scoring.reward.rollouts import RunOrders, Temperature, work_in_pool
-from jobs.scoring.reward.trainer import RewardTrainer
 from jobs.scoring.units import NoRewardError, UnitStore, absolute_output, check_pool, settings_digest
 from jobs.scoring.verifiers.verifier import VerifierSection
 from pipelines.storage import compute_digest

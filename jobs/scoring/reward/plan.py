@@ -7,6 +7,7 @@ import hashlib
 import json
 import random
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,10 +92,9 @@ class RewardPlan:
         )
 
     def places_of_step(self, step: int) -> list[tuple[int, int]]:
-        """Return which questions a step asks, and which samples of them: the place, and the number of the first sample.
+        """Return the places of the questions that a step asks, each with the number of its first sample.
 
-        Questions come in an order that is shuffled anew for every pass over them, by the seed and the number of the pass.
-        A question that a step asks more than once has other samples every time.
+        Their order is shuffled anew for every pass over them. A question that comes twice has other samples.
         """
         size, number = len(self.questions), self.config.prompts_per_step
         places = []
@@ -105,10 +105,7 @@ class RewardPlan:
         return [(place, places[:slot].count(place) * self.config.group_size) for slot, place in enumerate(places)]
 
     def places_of_verdict(self) -> list[tuple[int, int]]:
-        """Return the places of the questions that the verdict is about, each with the number of its first sample.
-
-        Every question has as many groups of texts as it takes for about `_NUM_TEXTS_OF_VERDICT` in all.
-        """
+        """Return the same of the verdict: as many groups of each question as give about `_NUM_TEXTS_OF_VERDICT` texts."""
         size = self.config.group_size
         places = range(len(self.questions), len(self.asked)) if self.held_out else range(len(self.questions))
         num_groups = min(_MAX_GROUPS_OF_VERDICT, -(-_NUM_TEXTS_OF_VERDICT // (len(places) * size)))
@@ -152,12 +149,9 @@ def make_plan(config: RewardConfig) -> RewardPlan:
     )
     if config.temperature.path:
         plan.record["tempnet_digest"] = tempnet_digest(make_network(plan))
-    panel = Panel(config.verifier)
-    try:
+    with closing(Panel(config.verifier)) as panel:
         asked = ((question.prompt.id, question.prompt.fields) for question in plan.asked)
         plan.record["verifier_digest"] = panel.check(asked)
-    finally:
-        panel.close()
     return plan
 
 
@@ -225,10 +219,7 @@ def make_network(plan: RewardPlan) -> TempNet:
 
 
 def start_at(network: TempNet, tau: float) -> dict[str, Tensor]:
-    """Let the temperatures of a new TempNet begin near a constant, which is moved into its range.
-
-    Returns the weights of the network that gives this constant to every token.
-    """
+    """Let a new TempNet begin near a constant, moved into its range; return the weights that give it to every token."""
     config = network.config
     share = (tau - config.tau_min) / (config.tau_max - config.tau_min)
     score = torch.logit(torch.tensor(share), eps=_LEAST_SHARE_OF_START)

@@ -1,11 +1,10 @@
 """What a worker does for a step: it generates groups of texts, has them judged, and computes their share of the gradient.
 
-A worker's answer depends on its order alone: every text has a random stream of its own, keyed by the seed, the prompt, the
-number of the sample and the step. Which worker does it, and how often, changes nothing.
+A worker's answer depends on its order alone, whichever worker it is: the random stream of a text is keyed by the seed, the
+prompt, the number of the sample and the step.
 
-For the gradient the base reads the texts once, without a graph. What a token's gradient needs of its logits are three
-numbers (`tempnet.reward`); the graph of the TempNet is built for some tokens at a time, so that memory does not grow with
-the texts.
+For the gradient the base reads the texts once, without a graph, since a token's gradient needs three numbers of its logits
+(`tempnet.reward`). The graph of the TempNet is built for some tokens at a time, so that memory does not grow with the texts.
 
 Shapes: B texts, T new tokens of the longest text, N new tokens of all texts, d hidden size.
 """
@@ -28,7 +27,6 @@ from ray.exceptions import RayTaskError
 from ray.util import ActorPool
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
 
 from jobs.engine.worker import CPU_ENVIRONMENT
 from jobs.scoring.generation.sampling import Generated, Request, Sampler, TemperatureRule
@@ -50,10 +48,8 @@ from tempnet.reward import (
 
 Temperature = dict[str, Tensor] | TemperatureRule | float
 """Weights of the TempNet, a rule, or a constant."""
-# Of how many tokens the temperature of one is kept, to be given to other tokens.
-_TOKENS_PER_KEPT_TAU = 4
-# A worker that dies, for instance with its machine, is started again by Ray, and its order carried out again, this often.
-_NUM_RETRIES = 2
+_TOKENS_PER_KEPT_TAU = 4  # of how many tokens the temperature of one is kept, to be given to other tokens
+_NUM_RETRIES = 2  # how often Ray starts a worker again that has died, and carries out its order again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,16 +72,13 @@ class GroupSums(NamedTuple):
     place: int
     texts: int
     reward: float
-    distinct: float
-    """Sum over distinct answers of their best reward."""
+    distinct: float  # the best reward of every distinct answer
     tokens: float
     kl: float
     tau: float
     tau_square: float
-    entropy: float
-    """Entropies of the tokens at τ = 1, in nats, if the plan has them measured."""
-    taus: tuple[float, ...]
-    """Some of the temperatures that a TempNet gave the tokens."""
+    entropy: float  # of the tokens at τ = 1, in nats, if the plan has it measured
+    taus: tuple[float, ...]  # some of the temperatures that a TempNet gave the tokens
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,7 +124,7 @@ class Answer:
 
 
 def gain(own: Answer, other: Answer, measure: str) -> Interval:
-    """Return by how much one answer is ahead of another per text, with the interval over the prompts that both have."""
+    """Return by how much one answer is ahead of another per text, over the prompts that both have."""
     ours, theirs = own.by_prompt(measure), other.by_prompt(measure)
     return mean_interval([ours[place] - theirs[place] for place in ours if place in theirs])
 
@@ -141,67 +134,120 @@ RunOrders = Callable[[Sequence[Order]], list[Answer]]
 
 
 class _Tokens(NamedTuple):
-    """The new tokens of a batch, one after the other: (N,), with the hidden states (N, d) that they are drawn from."""
+    """The new tokens of a batch, one after the other: (N,)."""
 
     ids: Tensor
-    hidden: Tensor
-    rows: Tensor
-    """The text of each token."""
-    columns: Tensor
-    """Its place among the new tokens of the text."""
+    hidden: Tensor  # (N, d): what they are drawn from
+    rows: Tensor  # the text of each token
+    columns: Tensor  # its place among the new tokens of the text
 
 
-class Learner:
-    """Computes gradients for a base model and its TempNet, both on one device; the base gets none."""
+class RolloutWorker:
+    """The base model, the TempNet and the verifier of one process; the base gets no gradient."""
 
-    def __init__(self, base: PreTrainedModel, network: TempNet) -> None:
-        self._base, self._network = base, network
-        head = find_output_head(base)
+    def __init__(self, plan: RewardPlan) -> None:
+        self.plan, model = plan, plan.config.model
+        self.network = make_network(plan)
+        self.sampler = Sampler(plan.generation, load_tokenizer(model), self.network, plan.stop)
+        self._base = self.sampler.base
+        if plan.network.reads_state and self.sampler.fold is None:
+            raise ValueError(
+                f"temperature.input = {plan.config.temperature.input}: the logits of {model} are not W h (an output bias, a "
+                "soft-cap, a scale), so that generation does not know the hidden state: choose logits"
+            )
+        head = find_output_head(self._base)
         if head is None:
             raise ValueError(
-                f"model = {base.name_or_path}: its logits are not computed from the last hidden state in a way that is "
-                "known, and the gradient of its temperatures needs that state"
+                f"model = {model}: its logits are not computed from the last hidden state in a way that is known, and the "
+                "gradient of its temperatures needs that state"
             )
         self._head = head
+        self.panel = Panel(plan.config.verifier, num_at_a_time=max(1, int(plan.config.workers.cpus_per_worker)))
 
-    def gradient(
+    def run(self, order: Order) -> Answer:
+        """Carry out an order; the gradient is that of texts drawn at the temperatures of the TempNet as it is."""
+        temperature: TempNet | TemperatureRule | float = self.network
+        if isinstance(order.temperature, dict):
+            self.network.load_state_dict(order.temperature)
+        else:
+            temperature = order.temperature
+        self.sampler.set_temperature(temperature)
+        size = self.plan.config.group_size
+        asked = [(self.plan.asked[place], first + number) for place, first in order.places for number in range(size)]
+        requests = [
+            Request(key=(question.prompt.id, sample, order.step), prompt=question.text, ids=list(question.ids))
+            for question, sample in asked
+        ]
+        generated = self.sampler(requests)
+        samples = [
+            Sample(prompt=question.text, text=text.text, fields=question.prompt.fields)
+            for (question, _), text in zip(asked, generated, strict=True)
+        ]
+        judgement = self.panel.judge(samples)
+        tokens, given = self._read(requests, generated), None
+        if order.kl_weight is None:
+            given = torch.tensor([value for text in generated for value in text.tau or ()], device=tokens.ids.device)
+        statistics, tau = self._statistics(tokens, given, order.reference)
+        terms = torch.stack([torch.ones_like(tau), statistics.kl, tau, tau.square()], dim=-1).double().cpu()  # (N, 4)
+        sums = terms.new_zeros(len(generated), 4).index_add_(0, tokens.rows.cpu(), terms)
+        answer = Answer(failures=Counter(judgement.failures), first_failure=judgement.first_failure)
+        advantages: list[tuple[list[int], Tensor]] = []
+        for number, (place, _) in enumerate(order.places):
+            texts = range(number * size, (number + 1) * size)
+            known = {text: reward for text in texts if (reward := judgement.rewards[text]) is not None}
+            if not known:  # all its texts were lost
+                continue
+            members, rewards = list(known), torch.tensor(list(known.values()), dtype=torch.float64)
+            said = [" ".join(generated[text].text.split()) for text in members]
+            is_distinct = self.plan.config.reward == "distinct"
+            advantages.append((members, distinct_advantages(rewards, said) if is_distinct else leave_one_out(rewards)))
+            num_tokens, kl, tau_sum, tau_square = sums[members].sum(0).tolist()
+            taus = [value for text in members for value in generated[text].tau or ()]
+            kept = random.Random(f"{order.step}/{place}").sample(taus, -(-len(taus) // _TOKENS_PER_KEPT_TAU))
+            answer.groups.append(
+                GroupSums(
+                    place=place,
+                    texts=len(members),
+                    reward=sum(known.values()),
+                    distinct=distinct_reward(list(known.values()), said) * len(members),
+                    tokens=num_tokens,
+                    kl=kl,
+                    tau=tau_sum,
+                    tau_square=tau_square,
+                    entropy=sum(sum(generated[text].entropy or ()) for text in members),
+                    taus=tuple(kept) if temperature is self.network and order.kl_weight is None else (),
+                )
+            )
+        if order.kl_weight is not None:
+            answer.gradient = self._gradient(tokens, statistics, advantages, order.kl_weight)
+        return answer
+
+    def _gradient(
         self,
-        requests: Sequence[Request],
-        texts: Sequence[Generated],
+        tokens: _Tokens,
+        statistics: TokenStatistics,
         advantages: Sequence[tuple[list[int], Tensor]],
         kl_weight: float,
-        reference: float,
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the sum over texts of the gradient of −(advantage·log p − λ·KL), and what :meth:`measure` returns.
+    ) -> dict[str, Tensor]:
+        """Return the sum over texts of the gradient of −(advantage·log p − λ·KL).
 
-        The texts (B,) are drawn at the temperatures of the TempNet as it is. `advantages` are, for every group, the places
-        of its texts in the batch and their advantages.
+        `advantages` are, for every group, the places of its texts in the batch and their advantages.
         """
-        tokens = self._read(requests, texts)
-        statistics, tau = self._statistics(tokens, None, reference)
-        kl = statistics.kl.new_zeros(len(texts), int(tokens.columns.max()) + 1)  # (B, T)
+        kl = statistics.kl.new_zeros(int(tokens.rows.max()) + 1, int(tokens.columns.max()) + 1)  # (B, T)
         kl[tokens.rows, tokens.columns] = statistics.kl
-        weights, is_valid = torch.zeros_like(kl), torch.zeros(len(texts), dtype=torch.bool, device=kl.device)
+        weights, is_valid = torch.zeros_like(kl), torch.zeros(len(kl), dtype=torch.bool, device=kl.device)
         for places, values in advantages:
             weights[places] = token_advantages(values.to(kl), kl[places], kl_weight)
             is_valid[places] = True
-        self._network.zero_grad()
+        self.network.zero_grad()
         for part in is_valid[tokens.rows].nonzero().squeeze(-1).split(NUM_TOKENS_AT_A_TIME):
             found = TokenStatistics(statistics.score[part], statistics.kl[part], statistics.kl_slope[part])
             weight = weights[tokens.rows[part], tokens.columns[part]]
             surrogate_loss(self._tau(tokens.hidden[part]), found, weight, kl_weight).backward()
-        gradient = {
+        return {
             name: (torch.zeros_like(value) if value.grad is None else value.grad).cpu()
-            for name, value in self._network.named_parameters()
+            for name, value in self.network.named_parameters()
         }
-        return gradient, _sums(tokens, statistics.kl, tau, len(texts))
-
-    def measure(self, requests: Sequence[Request], texts: Sequence[Generated], reference: float) -> Tensor:
-        """Return the sums of 1, divergence, τ and τ² over the tokens of texts that were drawn at their τ: (B, 4)."""
-        tokens = self._read(requests, texts)
-        given = torch.tensor([value for text in texts for value in text.tau or ()], device=tokens.ids.device)
-        statistics, tau = self._statistics(tokens, given, reference)
-        return _sums(tokens, statistics.kl, tau, len(texts))
 
     @torch.no_grad()
     def _read(self, requests: Sequence[Request], texts: Sequence[Generated]) -> _Tokens:
@@ -234,91 +280,12 @@ class Learner:
 
     @torch.no_grad()
     def _logits(self, hidden: Tensor) -> Tensor:
-        return self._head.logits(self._base, hidden, self._network.config.input_size).float()
+        return self._head.logits(self._base, hidden, self.network.config.input_size).float()
 
     def _tau(self, hidden: Tensor, logits: Tensor | None = None) -> Tensor:
-        if self._network.config.reads_logits:
-            return self._network(self._logits(hidden) if logits is None else logits, hidden)
-        return self._network.from_first_product(self._network.state_product(self._network.normalize_state(hidden)))
-
-
-def _sums(tokens: _Tokens, kl: Tensor, tau: Tensor, num_texts: int) -> Tensor:
-    values = torch.stack([torch.ones_like(tau), kl, tau, tau.square()], dim=-1).double().cpu()
-    return values.new_zeros(num_texts, values.shape[-1]).index_add_(0, tokens.rows.cpu(), values)
-
-
-class RolloutWorker:
-    """The base model, the TempNet and the verifier of one process."""
-
-    def __init__(self, plan: RewardPlan) -> None:
-        self.plan = plan
-        self.network = make_network(plan)
-        self.sampler = Sampler(plan.generation, load_tokenizer(plan.config.model), self.network, plan.stop)
-        if plan.network.reads_state and self.sampler.fold is None:
-            raise ValueError(
-                f"temperature.input = {plan.config.temperature.input}: the logits of {plan.config.model} are not W h (an "
-                "output bias, a soft-cap, a scale), so that generation does not know the hidden state: choose logits"
-            )
-        self.learner = Learner(self.sampler.base, self.network)
-        self.panel = Panel(plan.config.verifier, num_at_a_time=max(1, int(plan.config.workers.cpus_per_worker)))
-
-    def run(self, order: Order) -> Answer:
-        is_network = isinstance(order.temperature, dict)
-        if isinstance(order.temperature, dict):
-            self.network.load_state_dict(order.temperature)
-        self.sampler.set_temperature(self.network if isinstance(order.temperature, dict) else order.temperature)
-        size, is_distinct = self.plan.config.group_size, self.plan.config.reward == "distinct"
-        asked = [(self.plan.asked[place], first + number) for place, first in order.places for number in range(size)]
-        requests = [
-            Request(key=(question.prompt.id, sample, order.step), prompt=question.text, ids=list(question.ids))
-            for question, sample in asked
-        ]
-        generated = self.sampler(requests)
-        judgement = self.panel.judge(
-            [
-                Sample(prompt=question.text, text=text.text, fields=question.prompt.fields)
-                for (question, _), text in zip(asked, generated, strict=True)
-            ]
-        )
-        groups: list[tuple[int, list[int], list[float], list[str]]] = []  # question, its texts, rewards and answers
-        for number, (question, _) in enumerate(order.places):
-            texts = range(number * size, (number + 1) * size)
-            known = {text: reward for text in texts if (reward := judgement.rewards[text]) is not None}
-            if known:  # else all its texts were lost
-                said = [" ".join(generated[text].text.split()) for text in known]
-                groups.append((question, list(known), list(known.values()), said))
-        answer = Answer(failures=Counter(judgement.failures), first_failure=judgement.first_failure)
-        if order.kl_weight is None:
-            sums = self.learner.measure(requests, generated, order.reference)
-        else:
-            advantages = []
-            for _, members, rewards, said in groups:
-                values = torch.tensor(rewards, dtype=torch.float64)
-                advantages.append(
-                    (members, distinct_advantages(values, said) if is_distinct else leave_one_out(values))
-                )
-            answer.gradient, sums = self.learner.gradient(
-                requests, generated, advantages, order.kl_weight, order.reference
-            )
-        for place, members, rewards, said in groups:
-            tokens, kl, tau, tau_square = sums[members].sum(0).tolist()
-            taus = [value for text in members for value in generated[text].tau or ()]
-            kept = random.Random(f"{order.step}/{place}").sample(taus, -(-len(taus) // _TOKENS_PER_KEPT_TAU))
-            answer.groups.append(
-                GroupSums(
-                    place=place,
-                    texts=len(members),
-                    reward=sum(rewards),
-                    distinct=distinct_reward(rewards, said) * len(members),
-                    tokens=tokens,
-                    kl=kl,
-                    tau=tau,
-                    tau_square=tau_square,
-                    entropy=sum(sum(generated[text].entropy or ()) for text in members),
-                    taus=tuple(kept) if is_network and order.kl_weight is None else (),
-                )
-            )
-        return answer
+        if self.network.config.reads_logits:
+            return self.network(self._logits(hidden) if logits is None else logits, hidden)
+        return self.network.from_first_product(self.network.state_product(self.network.normalize_state(hidden)))
 
     def close(self) -> None:
         self.panel.close()
@@ -331,7 +298,7 @@ def work_here(plan: RewardPlan) -> Iterator[RunOrders]:
 
 
 class _RolloutActor:
-    """Ray actor around a worker, which it makes with its first call, so that errors are raised there."""
+    """A worker, made with the first call, so that errors are raised there."""
 
     def __init__(self, plan: RewardPlan, num_threads: int, search_path: Sequence[str]) -> None:
         torch.set_num_threads(num_threads)
@@ -341,17 +308,15 @@ class _RolloutActor:
         self._worker: RolloutWorker | None = None
 
     def run(self, order: Order, temperature: Temperature) -> Answer:
-        """Carry out an order, whose weights come as an argument of their own, once for all orders of a step."""
         self._worker = self._worker or RolloutWorker(self._plan)
         return self._worker.run(replace(order, temperature=temperature))
 
 
 @contextmanager
 def work_in_pool(plan: RewardPlan) -> Iterator[RunOrders]:
-    """Yield what carries out orders in a pool of Ray actors, whose number and size `plan.config.workers` says.
+    """Yield what carries out orders in a pool of Ray actors; it raises what a worker raises.
 
-    What a worker raises, such as ValueError for a model that does not fit, is raised here; so is RayActorError if a worker
-    dies again and again.
+    RayActorError is raised if a worker dies again and again.
     """
     from jobs.engine.ray_private import wait_until_started  # the workers, which import this module, need none of it
 

@@ -23,10 +23,9 @@ from jobs import train_reward
 from jobs.scoring.generation.formats import Prompt
 from jobs.scoring.generation.job import prompt_text
 from jobs.scoring.reward.config import LeashSection, RewardConfig, RewardTemperatureSection
-from jobs.scoring.reward.job import compare_temperatures, export, table, train, verdict, write_card
+from jobs.scoring.reward.job import RewardTrainer, compare_temperatures, export, table, train, verdict, write_card
 from jobs.scoring.reward.plan import CONSTANTS, ROUNDS, RewardPlan, _hold_out, make_plan
 from jobs.scoring.reward.rollouts import Answer, Order, RolloutWorker, work_here
-from jobs.scoring.reward.trainer import RewardTrainer
 from jobs.scoring.units import NoRewardError
 from jobs.scoring.verifiers.verifier import VerifierSection
 from pipelines.text.tokenization import load_tokenizer
@@ -124,18 +123,17 @@ class Watched(RolloutWorker):
 
     def __init__(self, plan: RewardPlan) -> None:
         super().__init__(plan)
-        sample, judge = self.sampler, self.panel.judge
+        judge = self.panel.judge
 
-        def keep(requests: Any) -> Any:
-            self.requests, self.texts = requests, sample(requests)
-            return self.texts
-
-        def keep_judgement(samples: Any) -> Any:
+        def keep(samples: Any) -> Any:
             self.judgement = judge(samples)
             return self.judgement
 
-        keep.set_temperature, keep.base = sample.set_temperature, sample.base  # type: ignore[attr-defined]
-        self.sampler, self.panel.judge = keep, keep_judgement  # type: ignore[assignment, method-assign]
+        self.panel.judge = keep  # type: ignore[method-assign]
+
+    def _read(self, requests: Any, texts: Any) -> Any:
+        self.requests, self.texts = requests, texts
+        return super()._read(requests, texts)
 
 
 def reference(worker: Watched, network: TempNet, model: Path, is_distinct: bool) -> dict[str, Tensor]:
