@@ -13,7 +13,7 @@ import numpy as np
 
 from jobs.engine.command_line import ending_in_one_line, parse_options, run_job, show
 from jobs.scoring.generation.config import GenerateConfig
-from jobs.scoring.generation.gsm8k import divisors, majority_score
+from jobs.scoring.generation.gsm8k import majority_score
 
 if TYPE_CHECKING:
     from jobs.scoring.generation.job import Outcome
@@ -104,7 +104,7 @@ def _scores(outcome: Outcome, config: GenerateConfig) -> list[str]:
     """Return maj@k (accuracy of the majority of k answers) over the questions that were not too long."""
     records, lines = outcome.file.records, []
     answered = [prompt for prompt in outcome.prompts if outcome.texts(prompt, config.num_samples) is not None]
-    for k in divisors(config.num_samples):
+    for k in [k for k in range(1, config.num_samples + 1) if config.num_samples % k == 0]:
         scores = [
             majority_score(
                 [

@@ -99,7 +99,7 @@ def test_texts_are_generated_and_continued(
     assert records(read_bytes(f"{home}/texts/out.jsonl")) == records((tmp_path / "out.jsonl").read_bytes())
     assert 3 <= read_bytes(f"{home}/page.html").count(b'title="') <= 3 * 4  # tokens of one character share a piece
     said = refusal("generate", *there, "--seed", 1)
-    assert "holds texts of other settings (seed was 0, is 1)" in said
+    assert "holds texts of other settings (seed: 0 → 1)" in said
 
 
 def test_texts_reach_the_store_while_the_job_runs(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from jobs.engine.fields import FREE_TO_CHANGE
 from jobs.scoring.config import check_least, check_precision
 
 CHOICES = ("auto", "tempnet", "greedy")
@@ -24,9 +25,9 @@ class LocalModel:
     dtype: Literal["float32", "bfloat16", "float16", "int8", "fp8"] = "float32"
     """Data type of the base model; int8, fp8: weights in eight bits, products in bfloat16, by torchao.
     A TempNet always computes in float32."""
-    device: str = "auto"
+    device: str = field(default="auto", metadata=FREE_TO_CHANGE)
     """PyTorch device: cpu, cuda, cuda:1, …; auto: a GPU if there is one, else the CPU."""
-    device_map: Literal["auto"] | None = None
+    device_map: Literal["auto"] | None = field(default=None, metadata=FREE_TO_CHANGE)
     """auto: spread the model over all GPUs of this machine, layer by layer, and over the CPU's memory if they are too
     small. None: the model is on `device`."""
     trust_remote_code: bool = False
@@ -42,9 +43,9 @@ class LocalModel:
 class GenerateConfig(LocalModel):
     """The model, the prompts, the temperature, and where the texts are written."""
 
-    prompts: str
+    prompts: str = field(metadata=FREE_TO_CHANGE)
     """The file of prompts, a path or URI, in the format that `--format` names."""
-    output: str
+    output: str = field(metadata=FREE_TO_CHANGE)
     """The file to write, a path or URI. One that was made with the same settings is continued: the texts it already
     holds are kept."""
     format: Literal["text", "alpaca-eval", "mt-bench", "gsm8k"] = "text"
@@ -53,7 +54,7 @@ class GenerateConfig(LocalModel):
     temperature: str = "auto"
     """Temperature. tempnet: predicted for every token; a number: that constant; greedy: always the most likely
     token. auto: tempnet if the model has one, else 1."""
-    beside: tuple[str, ...] = ()
+    beside: tuple[str, ...] = field(default=(), metadata=FREE_TO_CHANGE)
     """Temperatures, numbers or greedy, at which the prompts are answered too, each in a file of its own beside `output`.
     Scores are printed for each, and `--html` shows the texts of a prompt under one another."""
     tau_max_eval: float | None = None
@@ -64,26 +65,26 @@ class GenerateConfig(LocalModel):
     """Draw only among the most likely tokens that together hold this share of the probability; 1: among all."""
     min_p: float = 0.0
     """Draw only among the tokens whose probability is at least this share of the largest one; 0: among all."""
-    num_samples: int = 1
+    num_samples: int = field(default=1, metadata=FREE_TO_CHANGE)
     """Number of texts to generate for every prompt."""
     max_new_tokens: int = 256
     """Maximum number of new tokens per text."""
     seed: int = 0
     """Random seed. With the prompt's id and the sample's number it fixes a text, whatever else is in the batch."""
-    batch_size: int = 8
+    batch_size: int = field(default=8, metadata=FREE_TO_CHANGE)
     """Number of texts that are generated at the same time."""
-    limit: int = 0
+    limit: int = field(default=0, metadata=FREE_TO_CHANGE)
     """Use only this many prompts, the first ones of the file; 0: all."""
     chat: Literal["auto", "on", "off"] = "auto"
     """Whether to put prompts into the tokenizer's chat template. auto: if the tokenizer has one."""
     entropy: bool = True
     """Record the entropy of every prediction at τ = 1, in nats."""
-    html: str = ""
+    html: str = field(default="", metadata=FREE_TO_CHANGE)
     """Path or URI of an additional HTML page with every token coloured by its τ. Empty: no page."""
-    judged: str = ""
+    judged: str = field(default="", metadata=FREE_TO_CHANGE)
     """File of a judge's answers to outputs of this job, of which the score is printed: `annotations.json` of alpaca_eval,
     or FastChat's `gpt-4_single.jsonl` for mt-bench. Empty: no score."""
-    generator: str = ""
+    generator: str = field(default="", metadata=FREE_TO_CHANGE)
     """Name of the model in the output files of alpaca-eval and mt-bench. Default: the value of `--model`. Texts of
     `--beside T` have the name with ` at T`."""
 
@@ -111,12 +112,11 @@ class GenerateConfig(LocalModel):
         if self.judged and self.format not in ("alpaca-eval", "mt-bench"):
             raise ValueError(f"judged = {self.judged!r}: only alpaca-eval and mt-bench have a judge, not {self.format}")
         for text in self.beside:
-            is_taken = text in ("auto", "tempnet", self.temperature) or self.beside.count(text) > 1
-            if is_taken or (text != "greedy" and not _is_positive(text)):
+            if text in ("auto", "tempnet", self.temperature) or self.beside.count(text) > 1:
                 raise ValueError(
                     f"beside = {text}: it takes positive numbers and greedy, each once, and not temperature"
                 )
-        _ = self.others()
+        _ = self.others()  # raises ValueError for what is no temperature
         if self.beside and self.html and "greedy" in self.beside:
             raise ValueError("html colours tokens by their τ, and greedy has none: leave out one of them")
 
@@ -149,10 +149,3 @@ class GenerateConfig(LocalModel):
             raise ValueError(
                 f"temperature = {self.temperature!r} is neither a number nor one of {', '.join(CHOICES)}"
             ) from None
-
-
-def _is_positive(text: str) -> bool:
-    try:
-        return 0.0 < float(text) < math.inf
-    except ValueError:
-        return False

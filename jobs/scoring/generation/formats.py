@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +39,6 @@ class PromptFormat:
     """How a kind of prompt file is read, and how the generated texts are graded and exported."""
 
     read: Callable[[Path], Iterator[Prompt]]
-    """Reads the prompts of a file; its errors name the line (or record) and what is wrong with it."""
     stop: tuple[str, ...] = ()
     """Strings that end a text. They are not used with a chat template, since a chat model ends its own turn."""
     grade: Callable[[Prompt, str], Mapping[str, Any]] = lambda prompt, text: {}
@@ -53,15 +53,12 @@ def read_prompts(path: str, format_name: str, limit: int = 0, *, field: str = "p
         place = Path(local_copy(path))
     if not place.exists():
         raise FileNotFoundError(f"{field} = {path!r} is missing: there is no such file")
-    prompts: list[Prompt] = []
-    seen: set[int | str] = set()
-    for prompt in FORMATS[format_name].read(place):
-        if prompt.id in seen:
-            raise ValueError(f"{path}: the id {prompt.id!r} comes twice")
-        seen.add(prompt.id)
-        prompts.append(prompt)
+    prompts = list(FORMATS[format_name].read(place))
     if not prompts:
         raise ValueError(f"{path} holds no prompts")
+    ((most_frequent, count),) = Counter(prompt.id for prompt in prompts).most_common(1)
+    if count > 1:
+        raise ValueError(f"{path}: the id {most_frequent!r} comes twice")
     return prompts[: limit or None]
 
 
@@ -178,13 +175,12 @@ FORMATS = {
 
 
 def describe_judged(path: str, format_name: str, generator: str) -> str:
-    """Return the score of a model as text."""
+    """Return the score of a model as text: by alpaca_eval's judge, or by that of mt-bench."""
     with naming_field("judged = "):
         text = decode(read_bytes(path))
-    read, describe = _JUDGES[format_name]
+    by_name: dict[str, list[float]] = {}
     try:
-        by_name: dict[str, list[float]] = {}
-        for name, score in read(text):
+        for name, score in (_preferences if format_name == "alpaca-eval" else _grades)(text):
             by_name.setdefault(name, []).append(score)
     except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"judged = {path!r} holds no answers of the judge of {format_name}: {error!r}") from error
@@ -193,7 +189,14 @@ def describe_judged(path: str, format_name: str, generator: str) -> str:
         raise ValueError(
             f"judged = {path!r} holds nothing about {generator!r}, but about {known}: name it by --generator"
         )
-    return f"{generator}: {describe(by_name[generator])}"
+    values = by_name[generator]
+    if format_name == "mt-bench":
+        return f"{generator}: mean grade {np.mean(values):.2f} of {len(values)} answers"
+    error = 100 * np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else np.nan
+    return (
+        f"{generator}: win rate {100 * np.mean(values):.2f} % (standard error {error:.2f}) of {len(values)} instructions; "
+        "the length-controlled rate is in alpaca_eval's leaderboard.csv"
+    )
 
 
 def _preferences(text: str) -> Iterator[tuple[str, float]]:
@@ -208,21 +211,3 @@ def _grades(text: str) -> Iterator[tuple[str, float]]:
     for line in lines_of(text):
         if line.strip() and (record := json.loads(line))["score"] != -1:
             yield str(record["model"]), float(record["score"])
-
-
-def _describe_preferences(values: list[float]) -> str:
-    error = 100 * np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else np.nan
-    return (
-        f"win rate {100 * np.mean(values):.2f} % (standard error {error:.2f}) of {len(values)} instructions; "
-        "the length-controlled rate is in alpaca_eval's leaderboard.csv"
-    )
-
-
-def _describe_grades(values: list[float]) -> str:
-    return f"mean grade {np.mean(values):.2f} of {len(values)} answers"
-
-
-_JUDGES: dict[str, tuple[Callable[[str], Iterator[tuple[str, float]]], Callable[[list[float]], str]]] = {
-    "alpaca-eval": (_preferences, _describe_preferences),
-    "mt-bench": (_grades, _describe_grades),
-}

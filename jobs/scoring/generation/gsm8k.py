@@ -62,7 +62,3 @@ def majority_score(samples: Sequence[tuple[Hashable | None, bool]], k: int) -> f
         votes = Counter(answer for answer, _ in group if answer is not None).most_common(1)
         wins.append(bool(votes) and dict(group)[votes[0][0]])
     return sum(wins) / len(wins)
-
-
-def divisors(number: int) -> list[int]:
-    return [k for k in range(1, number + 1) if number % k == 0]

@@ -2,43 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
 from jobs.engine.export import model_digest, tempnet_digest
-from jobs.engine.fields import absolute_path
+from jobs.engine.fields import absolute_path, differences, fixed_values
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.generation.formats import FORMATS, Prompt, read_prompts
 from jobs.scoring.generation.sampling import Generated, Key, Request, Sampler
 from jobs.tasks.base import naming_field
 from pipelines.local_copy import local_copy
-from pipelines.storage import exists, read_bytes, read_json, write_bytes, write_json
+from pipelines.storage import compute_digest, exists, read_bytes, read_json, write_bytes, write_json
 from pipelines.text.tokenization import encode_prompt, load_tokenizer, token_pieces
 from tempnet.base_model import read_config
 from tempnet.loading import load_tempnet
 from tempnet.network import TempNet
 
-# Fields that do not change any text: where texts are computed and written, and how many there are.
-_NOT_SETTINGS = (
-    "prompts",
-    "output",
-    "num_samples",
-    "batch_size",
-    "limit",
-    "device",
-    "device_map",
-    "html",
-    "generator",
-    "beside",
-    "judged",
-)
 _SECONDS_BETWEEN_UPLOADS = 30.0
 
 
@@ -50,10 +36,9 @@ class RecordFile:
     by :meth:`save`. An incomplete last line, left by an interruption, is removed.
     """
 
-    def __init__(self, path: str, settings: Mapping[str, Any]) -> None:
-        self.path = path
-        self.settings_path = f"{path}.settings.json"
-        self.settings = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
+    def __init__(self, path: str, settings: dict[str, Any]) -> None:
+        self.path, self.settings_path = path, f"{path}.settings.json"
+        self.settings = compute_digest(dict(sorted(settings.items())))
         self.records: dict[Key, dict[str, Any]] = {}
         self._is_local = "://" not in path
         if self._is_local:
@@ -64,25 +49,22 @@ class RecordFile:
             self._take(line, number, settings)
         if len(whole) < len(content):
             write_bytes(path, whole)
-        # What a URI is to hold, and when it was written.
-        self._content, self._num_saved, self._saved_at = bytearray(whole), len(whole), time.monotonic()
+        # How many of the records a URI holds, and since when.
+        self._num_saved, self._saved_at = len(self.records), time.monotonic()
         write_json(self.settings_path, {"hash": self.settings, "settings": settings})
 
-    def _take(self, line: str, number: int, settings: Mapping[str, Any]) -> None:
+    def _take(self, line: str, number: int, settings: dict[str, Any]) -> None:
         try:
             record = json.loads(line)
             key, its_settings = (record["id"], record["sample"], record["turn"]), record["settings"]
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"{self.path} line {number} is no record of this job: give another output") from error
         if its_settings != self.settings:
-            difference = f"{self.settings_path} is missing"
-            if (known := read_json(self.settings_path)) is not None:
-                before = known["settings"]
-                names = sorted(name for name in {*before, *settings} if before.get(name) != settings.get(name))
-                difference = "; ".join(f"{name} was {before.get(name)!r}, is {settings.get(name)!r}" for name in names)
+            known = read_json(self.settings_path)
+            changes = differences(known["settings"], settings) if known else [f"{self.settings_path} is missing"]
             raise ValueError(
-                f"{self.path} holds texts of other settings ({difference}): one file holds texts of one kind; give another "
-                "output, or delete it"
+                f"{self.path} holds texts of other settings ({'; '.join(changes)}): one file holds texts of one kind; give "
+                "another output, or delete it"
             )
         self.records[key] = record
 
@@ -91,7 +73,6 @@ class RecordFile:
         graded = {key: self.records[key] | dict(grade) for key, grade in grades.items()}
         if any(self.records[key] != record for key, record in graded.items()):
             self.records |= graded
-            self._content = bytearray(b"".join(map(_line, self.records.values())))
             self._write()
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
@@ -103,19 +84,17 @@ class RecordFile:
         if self._is_local:
             with Path(self.path).open("ab") as file:
                 file.write(lines)
-            return
-        self._content += lines
-        if time.monotonic() - self._saved_at > _SECONDS_BETWEEN_UPLOADS:
+        elif time.monotonic() - self._saved_at > _SECONDS_BETWEEN_UPLOADS:
             self.save()
 
     def save(self) -> None:
         """Write what the object at a URI does not hold yet; a local file holds everything."""
-        if not self._is_local and len(self._content) > self._num_saved:
+        if not self._is_local and len(self.records) > self._num_saved:
             self._write()
 
     def _write(self) -> None:
-        write_bytes(self.path, bytes(self._content))
-        self._num_saved, self._saved_at = len(self._content), time.monotonic()
+        write_bytes(self.path, b"".join(map(_line, self.records.values())))
+        self._num_saved, self._saved_at = len(self.records), time.monotonic()
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
@@ -166,16 +145,14 @@ def run(config: GenerateConfig) -> Outcome:
     ]
     outcome = Outcome(prompts=prompts, file=file, room=room, num_kept=sum(key in file.records for key in keys))
     by_id = {prompt.id: prompt for prompt in prompts}
-    sampler: Sampler | None = None
+    stop = () if chat else prompt_format.stop
+    load_sampler = functools.cache(lambda: Sampler(config, tokenizer, temperature, stop))
     try:
         for turn in range(max(len(prompt.turns) for prompt in prompts)):
             requests = _requests(outcome, turn, config, tokenizer, chat)
-            if requests and sampler is None:
-                sampler = Sampler(config, tokenizer, temperature, () if chat else prompt_format.stop)
             for start in range(0, len(requests), config.batch_size):
-                assert sampler is not None
                 batch = requests[start : start + config.batch_size]
-                started = time.monotonic()
+                sampler, started = load_sampler(), time.monotonic()
                 generated = sampler(batch)
                 outcome.seconds += time.monotonic() - started
                 outcome.num_tokens += sum(len(text.ids) for text in generated)
@@ -239,9 +216,10 @@ def room_for_prompts(model: str, max_new_tokens: int, *, trust_remote_code: bool
 
 def settings_of(config: GenerateConfig, temperature: TempNet | float | None, chat: bool) -> dict[str, Any]:
     """Returns everything besides the prompt that decides a text, including digests of the weights."""
-    settings = {item.name: getattr(config, item.name) for item in fields(config) if item.name not in _NOT_SETTINGS}
-    settings["model"] = absolute_path(config.model)
-    settings["weights"] = model_digest(config.model, trust_remote_code=config.trust_remote_code)
+    settings = fixed_values(config) | {
+        "model": absolute_path(config.model),
+        "weights": model_digest(config.model, trust_remote_code=config.trust_remote_code),
+    }
     if isinstance(temperature, TempNet):
         settings |= {"temperature": "tempnet", "tempnet": tempnet_digest(temperature)}
         settings["tau_max_eval"] = temperature.config.tau_max_eval

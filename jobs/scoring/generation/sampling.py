@@ -216,23 +216,20 @@ class Sampler:
     def __call__(self, requests: Sequence[Request]) -> list[Generated]:
         config, device = self.config, input_device(self.base)
         width = max(len(request.ids) for request in requests)
-        paddings = [width - len(request.ids) for request in requests]
-        ids = [[self.padding] * padding + request.ids for padding, request in zip(paddings, requests, strict=True)]
-        mask = [[0] * padding + [1] * (width - padding) for padding in paddings]
+        ids = [[self.padding] * (width - len(request.ids)) + [*request.ids] for request in requests]
+        mask = [[0] * (width - len(request.ids)) + [1] * len(request.ids) for request in requests]
         keys = ["/".join(map(str, (config.seed, *request.key))) for request in requests]
         vocabulary = EffectiveVocabulary(len(self.tokenizer), records_entropy=config.entropy)
-        processors: list[LogitsProcessor] = [vocabulary]
+        processors: list[Any] = [vocabulary]
         stop = StopStrings(self.tokenizer, self.stop, len(requests), width) if self.stop else None
         tau: list[Tensor] | None = None
         with contextlib.ExitStack() as stack:
             if isinstance(self.temperature, TempNet):
-                attached = stack.enter_context(attach(self.base, self.temperature, self.fold)).processor()
-                processors.append(attached)
-                tau = attached.steps
+                processors.append(stack.enter_context(attach(self.base, self.temperature, self.fold)).processor())
+                tau = processors[-1].steps
             elif isinstance(self.temperature, TemperatureRule):
-                rule = RuleTemperature(self.temperature, keys, width)
-                processors.append(rule)
-                tau = rule.steps
+                processors.append(RuleTemperature(self.temperature, keys, width))
+                tau = processors[-1].steps
             elif self.temperature is not None:
                 processors.append(TemperatureLogitsWarper(self.temperature))
             if self.temperature is not None:

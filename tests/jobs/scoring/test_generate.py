@@ -138,7 +138,7 @@ def test_a_repeated_job_continues(
     before = output.read_bytes()
     words = ["generate", "--model", gpt2, "--output", output, "--max-new-tokens", "12", "--prompts"]
     message = refusal(*words, prompts, "--seed", "4", "--top-p", "0.5")
-    assert "other settings (seed was 0, is 4; top_p was 1.0, is 0.5)" in message
+    assert "other settings (seed: 0 → 4; top_p: 1.0 → 0.5)" in message
     other = write_prompts(tmp_path / "other.jsonl", ["something else", *PROMPTS[1:]])
     assert "the text of id 'p0' belongs to another prompt" in refusal(*words, other)
     assert output.read_bytes() == before
@@ -207,9 +207,9 @@ def test_alpaca_eval(
     alone = [record["text"] for record in read(tmp_path / "alone.json.records.jsonl")]
     assert [record["text"] for record in read(tmp_path / "out-0.2.json.records.jsonl")] == alone
     assert GenerateConfig(model="m", prompts="p", output="a.b/c", beside=("0.2",)).others()[0].output == "a.b/c-0.2"
-    for value in ("abc", "0", "nan", "auto"):
-        with pytest.raises(ValueError, match=f"beside = {value}: it takes positive numbers and greedy"):
-            GenerateConfig(model="m", prompts="p", output="o", beside=(value,))
+    for value in ("temperature = 'abc'", "temperature = 0", "temperature = nan", "beside = auto"):
+        with pytest.raises(ValueError, match=value):
+            GenerateConfig(model="m", prompts="p", output="o", beside=(value.split()[-1].strip("'"),))
     assert page.read_text().count("τ = 0.2): ") == len(PROMPTS[:3])
     assert "about 'mine', 'mine at 0.2': name it by --generator" in refusal(
         "generate", "--model", gpt2, "--prompts", tmp_path / "in.json", "--output", output, *options[:2], "--judged",
