@@ -19,7 +19,7 @@ def main(arguments: Sequence[str]) -> int:
     from jobs.scoring.playground.server import HOST, Playground, make_server
 
     with ending_in_one_line():
-        server = make_server(config, Playground.load(config))
+        server = make_server(config, Playground(config))
     print(f"http://{HOST}:{server.server_port}  (Ctrl-C ends it)", flush=True)
     with server:
         server.serve_forever()

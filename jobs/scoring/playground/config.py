@@ -31,7 +31,6 @@ class Settings:
     """What one click on the page asks for; three texts are generated from it, which use the same random numbers."""
 
     prompt: str
-    """The text to continue."""
     num_tokens: int
     """Number of new tokens."""
     tau_max: float
@@ -41,7 +40,6 @@ class Settings:
     min_p: float
     """For the text of min-p at τ = 1: only tokens whose probability is at least this share of the largest are drawn."""
     seed: int
-    """Random seed."""
 
     def __post_init__(self) -> None:
         check_least(self, num_tokens=1)
@@ -56,11 +54,7 @@ class Settings:
 
     @classmethod
     def parse(cls, values: Mapping[str, str], *, max_new_tokens: int) -> Settings:
-        """Read the settings from the query of a request.
-
-        Raises:
-            ValueError: if one is missing or not legal; the message names it, its value and what is legal.
-        """
+        """Read the settings from the query of a request; ValueError names one that is missing or not legal."""
         kinds = {"int": int, "float": float, "str": str}
         parsed = {}
         for field in fields(cls):

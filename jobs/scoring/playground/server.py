@@ -28,7 +28,6 @@ from urllib.parse import parse_qsl, urlsplit
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from jobs.scoring.generation.sampling import load_model
 from jobs.scoring.playground.config import PlaygroundConfig, Settings
@@ -38,7 +37,6 @@ from pipelines.text.tokenization import added_text, encode_prompt, load_tokenize
 from tempnet.devices import input_device
 from tempnet.inference import check_prompts, end_ids, record_hidden_states
 from tempnet.loading import check_vocabulary, load_tempnet
-from tempnet.network import TempNet
 from tempnet.serving.batch import BatchTemperatures
 
 HOST = "127.0.0.1"
@@ -56,20 +54,14 @@ of the distribution that it was drawn from."""
 class Playground:
     """A model and its TempNet, which serve one request at a time."""
 
-    def __init__(self, base: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tempnet: TempNet) -> None:
-        check_vocabulary(base, tempnet)
-        self.base, self.tokenizer = base, tokenizer
-        self.temperatures = BatchTemperatures(tempnet, input_device(base))
-        self._ends = set(end_ids(base, tokenizer))
-        self._lock = threading.Lock()
-
-    @classmethod
-    def load(cls, config: PlaygroundConfig) -> Playground:
-        with naming_field("model = "):
-            place = local_copy(config.model)
+    def __init__(self, config: PlaygroundConfig) -> None:
         with naming_field("tempnet = " if config.tempnet else "model = "):
-            tempnet = load_tempnet(local_copy(config.tempnet) if config.tempnet else place)
-        return cls(load_model(config), load_tokenizer(place, needs_eos=False), tempnet)
+            tempnet = load_tempnet(local_copy(config.tempnet or config.model))
+        self.base, self.tokenizer = load_model(config), load_tokenizer(config.model, needs_eos=False)
+        check_vocabulary(self.base, tempnet)
+        self.temperatures = BatchTemperatures(tempnet, input_device(self.base))
+        self._ends = set(end_ids(self.base, self.tokenizer))
+        self._lock = threading.Lock()
 
     def generate(self, settings: Settings) -> Iterator[dict[str, Token]]:
         """Yield the next token of every text that has not ended, by the name of the text (`TEXTS`)."""
@@ -105,10 +97,7 @@ class Playground:
 
     @torch.inference_mode()
     def _distributions(self, logits: Tensor, state: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-        """Return the logarithms (3, V) of the distributions that tokens are drawn from, on the CPU, and their τ (3,).
-
-        `state` (1, d) is the hidden state of the first text.
-        """
+        """Return log q (3, V) of the next tokens on the CPU, and τ (3,); `state` (1, d) is that of the first text."""
         logits = logits[:, : self.temperatures.vocab_size].float()
         tau_max = torch.tensor([settings.tau_max], device=logits.device)
         tau = self.temperatures.predict(logits[:1], tau_max, state)

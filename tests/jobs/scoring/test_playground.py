@@ -25,14 +25,14 @@ import pytest
 import torch
 from readme_support import PYTHON, lines_like
 from support import wait_for
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from jobs.playground import main
 from jobs.scoring.playground import server as server_module
 from jobs.scoring.playground.config import PlaygroundConfig, Settings
 from jobs.scoring.playground.server import Playground, make_server
-from pipelines.text.tokenization import train_bpe
 from tempnet import TempNet, TempNetConfig
+from tests.jobs.scoring.generation_support import VOCABULARY, make_model
 
 QUERY = {"prompt": "the cat", "num_tokens": 12, "tau_max": 1.3, "constant": 0.6, "min_p": 0.3, "seed": 4}
 
@@ -40,28 +40,13 @@ QUERY = {"prompt": "the cat", "num_tokens": 12, "tau_max": 1.3, "constant": 0.6,
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save a random model with its tokenizer and TempNet where the README's command looks for one."""
-    home = tmp_path_factory.mktemp("home")
-    place = home / "runs" / "gpt2-scratch-small" / "export"
-    tokenizer = train_bpe(["the cat sat on the mat, ünd öthers"] * 3, 280)
-    tokenizer.save_pretrained(place)
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=len(tokenizer), n_embd=16, n_layer=2, n_head=2, n_positions=32, initializer_range=0.6,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
-    GPT2LMHeadModel(config).save_pretrained(place)
-    network = TempNet(TempNetConfig.for_logits(len(tokenizer), rho=1.5, hidden_size=16, num_prototypes=8))
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(torch.randn_like(parameter))
-    network.save_pretrained(place / "tempnet")
-    return place
+    return make_model(tmp_path_factory.mktemp("home") / "runs" / "gpt2-scratch-small" / "export", "gpt2", 32)
 
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[ThreadingHTTPServer]:
     config = PlaygroundConfig(model=str(model), port=0, max_new_tokens=20, device="cpu")
-    with make_server(config, Playground.load(config)) as server:
+    with make_server(config, Playground(config)) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield server
@@ -92,7 +77,7 @@ def reference(model: Path, name: str) -> list[dict[str, Any]]:
     made = []
     with torch.no_grad():
         for _ in range(QUERY["num_tokens"]):
-            logits = base(torch.tensor([ids])).logits[0, -1]
+            logits = base(torch.tensor([ids])).logits[0, -1, :VOCABULARY]
             tau = {"tempnet": float(network(logits)), "constant": 0.6, "min_p": 1.0}[name]
             probabilities = torch.softmax(logits / tau, -1)
             if name == "min_p":
@@ -133,14 +118,14 @@ def test_the_streamed_tokens_are_those_of_the_model(server: ThreadingHTTPServer,
 def test_a_tempnet_may_read_hidden_states(model: Path, tmp_path: Path) -> None:
     base, tokenizer = GPT2LMHeadModel.from_pretrained(model), PreTrainedTokenizerFast.from_pretrained(model)
     sizes = {"rho": 1.5, "hidden_size": 16, "num_prototypes": 8}
-    network = TempNet(TempNetConfig.for_hidden(len(tokenizer), 16, with_logits=True, **sizes))
+    network = TempNet(TempNetConfig.for_hidden(VOCABULARY, 32, with_logits=True, **sizes))
     network.save_pretrained(tmp_path)
-    playground = Playground.load(PlaygroundConfig(model=str(model), tempnet=str(tmp_path), device="cpu"))
+    playground = Playground(PlaygroundConfig(model=str(model), tempnet=str(tmp_path), device="cpu"))
     *_, step = playground.generate(Settings(**QUERY | {"num_tokens": 1}))
     network.eval().set_tau_max_eval(QUERY["tau_max"])
     with torch.no_grad():
         output = base(torch.tensor([[0, *tokenizer(QUERY["prompt"]).input_ids]]), output_hidden_states=True)
-        expected = network(output.logits[:, -1], output.hidden_states[-1][:, -1])
+        expected = network(output.logits[:, -1, :VOCABULARY], output.hidden_states[-1][:, -1])
     assert step["tempnet"]["tau"] == pytest.approx(expected.item(), abs=1e-5)
 
 

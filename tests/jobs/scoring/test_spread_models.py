@@ -102,5 +102,5 @@ def test_commands_know_the_option(model: Path, tmp_path: Path, capsys: pytest.Ca
         assert calibrate(command) == 0
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1]
-    playground = Playground.load(PlaygroundConfig(model=str(model), device_map="auto"))
+    playground = Playground(PlaygroundConfig(model=str(model), device_map="auto"))
     assert playground.temperatures.device == torch.device("cpu")
