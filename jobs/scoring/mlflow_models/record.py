@@ -42,14 +42,12 @@ def record_checkpoints(run: TrackedRun, directory: str) -> None:
     """Record the complete checkpoints of a run as external models, and remove the models whose checkpoint is gone."""
     steps = {f"{directory}/{name}": step for name, step in whole_checkpoints(directory).items()}
     models = RunModels(run)
-    recorded = {model.tags["uri"]: model for model in models.of_type(CHECKPOINT)}
+    recorded = {model.tags["uri"]: model.model_id for model in models.of_type(CHECKPOINT)}
     for uri in recorded.keys() - steps.keys():
-        models.remove(recorded[uri])
+        models.client.delete_logged_model(recorded[uri])
     for uri in sorted(steps.keys() - recorded.keys()):
-        step = steps[uri]
-        with models.added(f"checkpoint-{step}", CHECKPOINT, uri=uri, step=step, is_external=True) as (model, to):
-            to.mkdir()
-            model.save(str(to / MLMODEL_FILE_NAME))
+        with models.added(f"checkpoint-{steps[uri]}", CHECKPOINT, uri=uri, step=steps[uri], is_external=True):
+            pass  # it has no files but its description
 
 
 def record_export(run: TrackedRun, export: str, *, step: int, max_gib: float) -> None:
@@ -70,17 +68,16 @@ def record_export(run: TrackedRun, export: str, *, step: int, max_gib: float) ->
     is_external = sum(sizes.values()) > max_gib * 2**30
     models = RunModels(run)
     for recorded in models.of_type(TEMPNET):
-        models.remove(recorded)
+        models.client.delete_logged_model(recorded.model_id)
     with (
         tempfile.TemporaryDirectory(prefix="tempnet-model-") as copy,
-        models.added("tempnet", TEMPNET, uri=export, step=step, is_external=is_external) as (model, to),
+        models.added(TEMPNET, TEMPNET, uri=export, step=step, is_external=is_external) as (model, to),
     ):
         for name in of_tempnet if is_external else sizes:
             target = (to if is_external else Path(copy)) / name
             target.parent.mkdir(parents=True, exist_ok=True)
             pyarrow.fs.copy_files(f"{path}/{name}", str(target), source_filesystem=filesystem)
         if is_external:
-            model.save(str(to / MLMODEL_FILE_NAME))
             return
         kind = predictor_kind(Path(copy))
         assert kind is not None
@@ -101,36 +98,34 @@ def record_export(run: TrackedRun, export: str, *, step: int, max_gib: float) ->
 
 class RunModels:
     def __init__(self, run: TrackedRun) -> None:
-        self._client = MlflowClient(run.uri)
-        self._run = self._client.get_run(run.run_id)
+        self.client = MlflowClient(run.uri)
+        self._run = self.client.get_run(run.run_id)
 
     def of_type(self, model_type: str) -> list[LoggedModel]:
-        return self._client.search_logged_models(
+        return self.client.search_logged_models(
             [self._run.info.experiment_id],
             filter_string=f"source_run_id = '{self._run.info.run_id}' AND model_type = '{model_type}'",
         )
-
-    def remove(self, model: LoggedModel) -> None:
-        """Delete a model; the files of an external model are not touched."""
-        self._client.delete_logged_model(model.model_id)
 
     @contextmanager
     def added(
         self, name: str, model_type: str, *, uri: str, step: int, is_external: bool
     ) -> Iterator[tuple[Model, Path]]:
-        """Create a model with the run's parameters and the step's scores; it is complete once the block ends.
+        """Create a model with the run's parameters and the step's validation scores; it is complete once the block ends.
 
         If the block raises an exception, the model is deleted.
 
         Yields:
-            the model's MLflow description, and the path of the directory for all its files. The block must create it.
+            the model's MLflow description, and the path of the directory for all its files. Of an external model it holds
+            the description; of any other the block must create it.
         """
-        client, run = self._client, self._run
+        client, run = self.client, self._run
+        run_id = run.info.run_id
         tags = {"uri": uri, "step": str(step)} | ({MLFLOW_MODEL_IS_EXTERNAL: "true"} if is_external else {})
         logged = client.create_logged_model(
             run.info.experiment_id,
             name=name,
-            source_run_id=run.info.run_id,
+            source_run_id=run_id,
             tags=tags,
             params=run.data.params,
             model_type=model_type,
@@ -138,31 +133,28 @@ class RunModels:
         try:
             with tempfile.TemporaryDirectory(prefix="tempnet-model-") as directory:
                 to = Path(directory) / "model"
-                yield (
-                    Model(
-                        artifact_path=logged.artifact_location,
-                        run_id=run.info.run_id,
-                        model_uuid=logged.model_id,
-                        model_id=logged.model_id,
-                        metadata=tags,
-                    ),
-                    to,
+                model = Model(
+                    artifact_path=logged.artifact_location,
+                    run_id=run_id,
+                    model_uuid=logged.model_id,
+                    model_id=logged.model_id,
+                    metadata=tags,
                 )
+                if is_external:
+                    to.mkdir()
+                    model.save(str(to / MLMODEL_FILE_NAME))
+                yield model, to
                 client.log_model_artifacts(logged.model_id, str(to))
-            client.log_outputs(run.info.run_id, [LoggedModelOutput(logged.model_id, step)])
-            client.log_batch(run.info.run_id, metrics=self._scores(step, logged.model_id))
+            scores = [
+                Metric(metric.key, metric.value, metric.timestamp, step, model_id=logged.model_id, run_id=run_id)
+                for key in run.data.metrics
+                if key.startswith("validation/")
+                for metric in client.get_metric_history(run_id, key)
+                if metric.step == step and metric.model_id is None
+            ]
+            client.log_outputs(run_id, [LoggedModelOutput(logged.model_id, step)])
+            client.log_batch(run_id, metrics=scores)
             client.finalize_logged_model(logged.model_id, "READY")
         except BaseException:
-            self.remove(logged)
+            client.delete_logged_model(logged.model_id)
             raise
-
-    def _scores(self, step: int, model_id: str) -> list[Metric]:
-        """Returns the run's validation scores at a step as metrics of the model."""
-        run_id = self._run.info.run_id
-        return [
-            Metric(metric.key, metric.value, metric.timestamp, step, model_id=model_id, run_id=run_id)
-            for name in self._run.data.metrics
-            if name.startswith("validation/")
-            for metric in self._client.get_metric_history(run_id, name)
-            if metric.step == step and metric.model_id is None
-        ]
