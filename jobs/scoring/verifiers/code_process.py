@@ -138,24 +138,23 @@ class Peer:
 
     def _describe(self, error: BaseException) -> dict[str, Any]:
         base = next(filter(_is_built_in, type(error).__mro__))
-        plain = [value if _is_plain(value) else str(value) for value in error.args]
+        plain = [value if type(value) in _PLAIN else str(value) for value in error.args]
         own = None if type(error) is base else self.encode(type(error))
-        return {"base": base.__name__, "arguments": [self.encode(value) for value in plain], "own": own}
+        return {"base": base.__name__, "arguments": plain, "own": own}
 
     def _exception(self, found: dict[str, Any]) -> BaseException:
         kind = self.decode(found["own"]) if found["own"] else getattr(builtins, found["base"])
-        arguments = [self.decode(value) for value in found["arguments"]]
         if not _is_exception(kind):  # never call what the other process names
-            return RuntimeError(str(arguments))
+            return RuntimeError(str(found["arguments"]))
         try:
-            return kind(*arguments)
+            return kind(*found["arguments"])
         except Exception:  # a class that takes other arguments than these
-            return RuntimeError(f"{kind.__name__}: {arguments}")
+            return RuntimeError(f"{kind.__name__}: {found['arguments']}")
 
     def encode(self, value: Any) -> Any:
         """Return a value as JSON: copied if it is plain, else the number of the object."""
         kind: type[Any] = type(value)
-        if value is None or kind in (bool, int, float, str):
+        if kind in _PLAIN:
             return value
         if kind in (list, tuple, set, frozenset):
             return {kind.__name__: [self.encode(item) for item in value]}
@@ -212,20 +211,16 @@ class Peer:
         self._writer.write(json.dumps(message).encode() + b"\n")
         self._writer.flush()
 
-    def _receive(self) -> dict[str, Any]:
+    def _receive(self) -> Any:
         line = self._reader.readline()
         if not line:
             os._exit(1)  # the other process has ended
-        message: dict[str, Any] = json.loads(line)
-        return message
+        return json.loads(line)
 
 
+_PLAIN = (type(None), bool, int, float, str)
 _CHANGEABLE = (list, dict, set, bytearray)
 _NUMBERS = {"Decimal": "decimal", "Fraction": "fractions"}
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or type(value) in (bool, int, float, str)
 
 
 def _is_built_in(kind: type[Any]) -> bool:

@@ -1,14 +1,13 @@
 """Verifiers that run programs: a command, a Python function in a process that can be ended, or the unit tests of a prompt.
 
-The process of a function is `python -m jobs.scoring.verifiers.programs MODULE:FUNCTION SOCKET`. Its first line says whether
-the function was imported, and as `value` from which file. Then it reads a sample as JSON, one a line, and answers with one
-line: `value`, what the function returned, and `problem`, which is empty unless it raised an exception. It ends with the
-process that started it, also from within a function that hangs.
+The process of a function is `python -m jobs.scoring.verifiers.programs MODULE:FUNCTION SOCKET`. It reads a sample as JSON,
+one a line, and answers with one line: `value`, what the function returned, and `problem`, which is empty unless it raised
+an exception. A first line says the same of its import, with the file as `value`. It ends with the process that started it,
+also from within a function that hangs.
 
 Generated code and its unit tests, which reach it through a connection (`code_process.py`), each have a process in namespaces
 of its own: no network, no process, file or socket of this machine but Python itself, which can only be read, and a scratch
-directory in memory. Limits hold for all processes of a sample together. Where the kernel allows no namespaces, nothing is
-run unless the settings allow it.
+directory in memory. Where the kernel allows no namespaces, nothing is run unless the settings allow it.
 """
 
 from __future__ import annotations
@@ -39,11 +38,9 @@ from jobs.scoring.verifiers.verifier import Sample, Verifier, VerifierError, Ver
 
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """A function by its name, MODULE:FUNCTION."""
-# Characters of the output that are read: an answer is short, and what a broken command prints may be endless.
-_MAX_OUTPUT = 4096
+_MAX_OUTPUT = 4096  # characters that are read: what a broken command prints may be endless
 _FIRST_WAIT, _LONGEST_WAIT, _SECONDS_BETWEEN_QUESTIONS = 0.001, 0.02, 0.1
-# Seconds for importing the module of the function, which may load large packages.
-_SECONDS_TO_START = 120.0
+_SECONDS_TO_START = 120.0  # the module of a function may load large packages
 _SECONDS_BETWEEN_LOOKS = 1.0
 
 
@@ -55,7 +52,6 @@ class CommandVerifier(Verifier):
     """
 
     def __init__(self, command: str, *, seconds: float) -> None:
-        """Split the command line as a shell does; `seconds` is the time limit of a call."""
         try:
             self._words = shlex.split(command)
         except ValueError as error:
@@ -107,8 +103,7 @@ class CommandVerifier(Verifier):
 class FunctionVerifier(Verifier):
     """Calls `function(sample)` with the plain values of a sample (`Sample.to_json`), which returns its reward.
 
-    A function that raises an exception goes on with the next sample; after one that hangs or ends its process, the next
-    sample starts a new process.
+    After a sample that hangs or ends the process, the next one starts a new process.
     """
 
     def __init__(self, name: str, *, seconds: float) -> None:
@@ -116,7 +111,6 @@ class FunctionVerifier(Verifier):
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the process, unless it runs; raise ValueError, which says why, if the function cannot be imported."""
         if self._process is not None:
             return
         self._socket, theirs = socket.socketpair()
@@ -147,17 +141,14 @@ class FunctionVerifier(Verifier):
     def judge(self, sample: Sample) -> float:
         try:
             self.start()
-        except ValueError as error:
-            raise VerifierError("died", str(error)) from error
-        try:
             self._socket.sendall(sample.to_json().encode() + b"\n")
             answer = self._read(self._seconds)
-        except OSError as error:
-            self.close()
-            raise VerifierError("died", f"the process of {self._name} ended: {error}") from error
         except VerifierError:
             self.close()
             raise
+        except (ValueError, OSError) as error:
+            self.close()
+            raise VerifierError("died", f"the process of {self._name} ended: {error}") from error
         if answer["problem"]:
             raise VerifierError("raised", answer["problem"])
         return as_reward(answer["value"])
@@ -183,10 +174,9 @@ class FunctionVerifier(Verifier):
 
 
 def wait_for_end(process: subprocess.Popen[bytes], seconds: float, goes_on: Callable[[], bool] = lambda: True) -> bool:
-    """Wait until a process has ended, without reaping it, and return whether it did within the given time.
+    """Wait until a process has ended, or `goes_on`, which is asked ten times a second, says no; return whether it has ended.
 
-    A process that has been reaped gives its number back, and :func:`kill_session` could hit another one's session.
-    `goes_on` is asked ten times a second while it runs; False ends the wait, as does the end of its time.
+    It is not reaped: that would give its number back, and :func:`kill_session` could hit another one's session.
     """
     now = time.monotonic()
     deadline, next_look, pause = now + seconds, now, _FIRST_WAIT
@@ -256,8 +246,7 @@ _UNSHARE = (
 class UnitTests(Verifier):
     """1 for a text whose code passes the statements `tests` of its prompt, else 0; code that hangs or dies has failed.
 
-    The code is the last block between ``` in the text, else the whole text. It passes if the end of the tests is reached:
-    tests or code that end their process before have failed. What may pass between the two says `code_process.py`.
+    The code is the last block between ``` in the text, else the whole text. It passes if the end of the tests is reached.
     """
 
     def __init__(self, settings: VerifierSection) -> None:
@@ -301,7 +290,6 @@ class UnitTests(Verifier):
         return float(is_over and processes[1].returncode == 0)
 
     def _is_within_limits(self, processes: Sequence[subprocess.Popen[bytes]]) -> bool:
-        """Return whether processes, with all that they have started, are together within the limits of a sample."""
         settings, usage = self._settings, [measure(process.pid) for process in processes]
         seconds, num_bytes, numbers = zip(*usage, strict=True)
         return (
@@ -375,10 +363,7 @@ def _readable() -> list[str]:
 
 
 def measure(process: int) -> tuple[float, int, int]:
-    """Return what a process and all that it has started use, nothing if it has ended: seconds, bytes, processes.
-
-    The CPU time is also that of those that have ended and been waited for; memory that several share counts several times.
-    """
+    """Return what a process and all that it has started use: seconds (of those that have ended, too), bytes, processes."""
     seconds, num_bytes, number = 0.0, 0, 0
     with suppress(psutil.Error):
         top = psutil.Process(process)

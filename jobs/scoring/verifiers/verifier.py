@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jobs.engine.fields import check_positive
 from jobs.scoring.generation.gsm8k import extract_answer, gold_answer
@@ -99,11 +99,7 @@ class Verifier:
 
 
 def as_reward(value: Any) -> float:
-    """Return what a verifier answered as a reward in [0, 1]; True is 1 and False is 0.
-
-    Raises:
-        VerifierError: if it is no number in this range.
-    """
+    """Return what a verifier answered as a reward; VerifierError is raised if it is no number in [0, 1]."""
     if not isinstance(value, bool | int | float) or math.isnan(value):
         raise VerifierError("not_a_number", f"{value!r:.100} is not a number")
     if not 0.0 <= value <= 1.0:
@@ -146,13 +142,12 @@ class Gsm8k(Verifier):
         return gold
 
 
-@dataclass(slots=True)
-class Judgement:
+class Judgement(NamedTuple):
     rewards: list[float | None]
     """Reward of every sample; None if the verifier failed."""
-    failures: Counter[FailureReason] = field(default_factory=Counter)
+    failures: Counter[FailureReason]
     """Number of samples lost, by reason."""
-    first_failure: str = ""
+    first_failure: str
 
 
 def make_verifier(settings: VerifierSection) -> Verifier:
@@ -176,13 +171,9 @@ class Panel:
         self._members = [make_verifier(settings) for _ in range(num_at_a_time)]
 
     def check(self, prompts: Iterable[tuple[int | str, Mapping[str, Any]]]) -> str:
-        """Check the verifier and all prompts, each given by its ID and fields, before any text is generated.
+        """Check the verifier and all prompts, each given by its ID and fields; return the digest of the user's own code.
 
-        Returns:
-            The digest of the files of the user's own code; empty for a built-in verifier.
-
-        Raises:
-            ValueError: if a function cannot be imported, or a prompt lacks a reference; the message names it.
+        ValueError is raised if a function cannot be imported, or a prompt, which it names, lacks a reference.
         """
         self._members[0].start()
         for identity, fields in prompts:
@@ -218,6 +209,6 @@ def _judge_part(member: Verifier, samples: Sequence[Sample]) -> list[float | Ver
             answers.append(as_reward(member.judge(sample)))
         except VerifierError as error:
             answers.append(error)
-        except Exception as error:  # an error of a built-in verifier costs the sample too
+        except Exception as error:
             answers.append(VerifierError("raised", f"{type(error).__name__}: {error}"))
     return answers
