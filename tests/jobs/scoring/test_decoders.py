@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,18 +84,6 @@ def comparison(settings: BenchSettings) -> Comparison:
     return bench(settings)
 
 
-def test_measured_text_gives_the_logits_of_the_model(settings: BenchSettings) -> None:
-    model = FrozenModel(settings.config)
-    measured = model.measure(settings.documents)
-    base = AutoModelForCausalLM.from_pretrained(settings.config.model).eval()
-    for number, ids in enumerate(settings.documents):
-        part = measured.part(measured.documents == number)
-        assert part.targets.tolist() == list(ids)
-        with torch.no_grad():
-            logits = base(input_ids=torch.tensor([[0, *ids[:-1]]])).logits[0, :, :VOCABULARY]
-        torch.testing.assert_close(model.logits(part.hidden), logits, atol=1e-4, rtol=1e-4)
-
-
 def test_samples_are_those_of_a_loop_without_a_cache_and_do_not_depend_on_the_batch(settings: BenchSettings) -> None:
     prompts = [*settings.prompts[:3], settings.prompts[3][:2]]
     models = [FrozenModel(replace(settings.config, max_new_tokens=5, seed=4, batch_size=size)) for size in (1, 4)]
@@ -116,31 +104,30 @@ def test_samples_are_those_of_a_loop_without_a_cache_and_do_not_depend_on_the_ba
     assert text.log_probability == pytest.approx(score, abs=1e-3) or text.num_drawn > len(text.tokens)
 
 
-def test_tempnets_read_the_hidden_states_that_they_were_trained_on(tmp_path: Path, text: Path) -> None:
+def test_measured_and_sampled_states_are_those_that_tempnets_are_trained_on(
+    settings: BenchSettings, tmp_path: Path, text: Path
+) -> None:
     """A model that scales its logits gives TempNets scaled hidden states everywhere."""
     place = make_model(tmp_path / "granite", "granite", 64, tempnet=False)
     values = json.loads((place / "config.json").read_text())
     (place / "config.json").write_text(json.dumps(values | {"logits_scaling": 8.0}))
-    model, ids = FrozenModel(config(place, text)), (5, 7, 9, 30)
-    with torch.no_grad(), record_hidden_states(model.base) as seen:
-        logits = model.base(input_ids=torch.tensor([[0, *ids[:-1]]])).logits[0, :, :VOCABULARY]
-    measured = model.measure([ids])
-    torch.testing.assert_close(measured.hidden, seen[0][0])
-    torch.testing.assert_close(model.logits(measured.hidden), logits, atol=1e-4, rtol=1e-4)
-    rule = Seen()
-    model.sample(rule, [(0, *ids[:-1])])
-    torch.testing.assert_close(rule.seen[0][:1], seen[0][0, -1:])
+    model, seen_by_rule = FrozenModel(config(place, text)), list[torch.Tensor]()
+    measured = model.measure(settings.documents)
 
+    class Seen(ConstantTemperature):
+        def temperatures(self, logits: torch.Tensor, hidden: torch.Tensor | None = None) -> torch.Tensor:
+            seen_by_rule.append(hidden)
+            return torch.ones(len(logits))
 
-class Seen(ConstantTemperature):
-    """A rule that remembers the hidden states that it is given."""
-
-    seen: ClassVar[list[torch.Tensor]] = []
-
-    def temperatures(self, logits: torch.Tensor, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        assert hidden is not None
-        self.seen.append(hidden)
-        return torch.ones(len(logits))
+    for number, ids in enumerate(settings.documents):
+        part = measured.part(measured.documents == number)
+        assert part.targets.tolist() == list(ids)
+        with torch.no_grad(), record_hidden_states(model.base) as seen:
+            logits = model.base(input_ids=torch.tensor([[0, *ids[:-1]]])).logits[0, :, :VOCABULARY]
+        torch.testing.assert_close(part.hidden, seen[0][0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(model.logits(part.hidden), logits, atol=1e-4, rtol=1e-4)
+    model.sample(Seen(), [(0, *ids[:-1])])
+    torch.testing.assert_close(seen_by_rule[0][:1], seen[0][0, -1:], atol=1e-5, rtol=1e-5)
 
 
 def test_texts_end_where_those_of_generation_end(
