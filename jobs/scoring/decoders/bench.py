@@ -98,11 +98,12 @@ _DISTINCT_ORDER = 2  # n of distinct-n
 _BATCH_SIZE, _RATE = 512, 3e-3
 _NUM_LOGITS_AT_ONCE = 1 << 24
 
-Families = Mapping[str, Sequence[Rule]]
-"""Decoder → its candidates."""
+Candidates = Sequence[tuple[str, Rule]]
+"""Decoders with rules to choose from, those of one decoder after one another."""
 
 
 def published_rules() -> dict[str, list[Rule]]:
+    """Return the candidates of every published decoder; the first of all is τ = 1."""
     constants = (2, 3, 4, 6, 8, 10, 12, 14, 16, 18, 19, 20, 21, 22, 24, 28, 32)
     taus = (1.0, 1.5, 2.0, 3.0)
     ranges = ((0.5, 0.25), (0.5, 0.5), (1.0, 0.25), (1.0, 0.5), (1.0, 1.0), (1.5, 1.5))
@@ -365,20 +366,26 @@ def score_rules(model: FrozenModel, text: MeasuredText, rules: Mapping[str, Rule
 class Comparison:
     values: dict[str, Any]
     """What results.json holds: losses and gains in nats per token, shares as numbers from 0 to 1. Every figure is a pair of
-    mean and half-width of its 95 % interval. NaN and infinity are None, which JSON knows."""
+    mean and half-width of its 95 % interval; NaN and infinity are None. `human_loss` is the NLL of the choosing documents at
+    τ = 1."""
     for_text: dict[str, Rule]
     for_prompts: dict[str, Rule] = field(default_factory=dict)
 
 
-def compare_on_text(model: FrozenModel, text: MeasuredText, families: Families) -> Comparison:
+def best_rules(candidates: Candidates, scores: Sequence[float]) -> dict[str, Rule]:
+    """Return the rule of each decoder with the least score; of equally good ones the first."""
+    best: dict[str, tuple[float, Rule]] = {}
+    for (name, rule), score in zip(candidates, scores, strict=True):
+        if name not in best or score < best[name][0]:
+            best[name] = score, rule
+    return {name: rule for name, (_, rule) in best.items()}
+
+
+def compare_on_text(model: FrozenModel, text: MeasuredText, candidates: Candidates) -> Comparison:
     choosing, reporting = text.halves()
-    rules = {f"{name}\t{place}": rule for name, family in families.items() for place, rule in enumerate(family)}
-    tried = score_rules(model, choosing, rules)
-    chosen: dict[str, Rule] = {}
-    for name, family in families.items():
-        losses = [tried.mean(f"{name}\t{place}", "smoothed").mean for place in range(len(family))]
-        chosen[name] = family[losses.index(min(losses))]
-    chosen = with_controls(model, choosing, chosen)
+    tried = score_rules(model, choosing, {str(place): rule for place, (_, rule) in enumerate(candidates)})
+    losses = [tried.mean(str(place), "smoothed").mean for place in range(len(candidates))]
+    chosen = with_controls(model, choosing, best_rules(candidates, losses))
     sums = score_rules(model, reporting, chosen)
     decoders: dict[str, Any] = {}
     for name, rule in chosen.items():
@@ -393,7 +400,7 @@ def compare_on_text(model: FrozenModel, text: MeasuredText, families: Families) 
             intervals["gain_over_mean_shift"] = sums.gain(name, f"{name}: MeanShift")
         figures = {measure: interval.as_json() for measure, interval in intervals.items()}
         decoders[name] = {"text": {"rule": rule.label, **figures}}
-    human_loss = tried.loss(f"{ONE}\t0").mean  # NLL of the choosing documents at τ = 1, in nats per token
+    human_loss = tried.loss("0").mean
     return Comparison({"num_tokens": len(reporting.targets), "human_loss": human_loss, "decoders": decoders}, chosen)
 
 
@@ -487,16 +494,16 @@ class BenchWorker:
     def __call__(self, unit: BenchUnit) -> Finished:
         return Finished(value=getattr(self, unit.method)(*unit.arguments))
 
-    def compare(self) -> tuple[Families, Comparison]:
+    def compare(self) -> tuple[Candidates, Comparison]:
         """Train the learned decoders and compare all of them on text."""
         networks: dict[str, TempNet | AutoDecoHeads] = {
             **train_networks(self._model, self.text.halves()[0]),
             **{name: load_tempnet(local_copy(place)) for name, place in self._settings.tempnets.items()},
         }
-        learned = {name: learned_rules(name, network) for name, network in networks.items()}
-        families = {**published_rules(), **learned}
-        with on_device([rule for family in families.values() for rule in family], self._model.device):
-            return families, compare_on_text(self._model, self.text, families)
+        families = published_rules() | {name: learned_rules(name, network) for name, network in networks.items()}
+        candidates = [(name, rule) for name, family in families.items() for rule in family]
+        with on_device([rule for _, rule in candidates], self._model.device):
+            return candidates, compare_on_text(self._model, self.text, candidates)
 
     def control(self, chosen: Mapping[str, Rule]) -> dict[str, Rule]:
         """Return the chosen rules with the controls of the learned ones."""
@@ -511,9 +518,9 @@ class BenchWorker:
 
 def run_bench(settings: BenchSettings, run: Callable[[Sequence[BenchUnit]], list[Any]]) -> Comparison:
     """Run the bench from start to end; `run` does units of work and returns their results in order."""
-    families: Families
+    candidates: Candidates
     comparison: Comparison
-    families, comparison = run([BenchUnit("text", "compare")])[0]
+    candidates, comparison = run([BenchUnit("text", "compare")])[0]
     choosing, reporting = range(0, len(settings.prompts), 2), range(1, len(settings.prompts), 2)
     grade = FORMATS[settings.config.format].grade if settings.config.format == "gsm8k" else None
     measure = partial(measure_prompts, k=settings.config.k, grade=grade)
@@ -523,20 +530,15 @@ def run_bench(settings: BenchSettings, run: Callable[[Sequence[BenchUnit]], list
             [BenchUnit(f"{number}: {rule.label}", "sample", (rule, places)) for number, rule in enumerate(rules)]
         )
 
-    rules = [rule for family in families.values() for rule in family]
-    owners = [name for name, family in families.items() for _ in family]
-    texts = sample(rules, choosing)
-    reference = text_length(texts[owners.index(ONE)])
-    chosen: dict[str, tuple[float, Rule]] = {}
-    values = comparison.values | {"has_verifier": grade is not None, "k": settings.config.k, "tried": []}
-    for name, rule, made in zip(owners, rules, texts, strict=True):
+    texts = sample([rule for _, rule in candidates], choosing)
+    reference = text_length(texts[0])
+    values, scores = comparison.values | {"has_verifier": grade is not None, "k": settings.config.k, "tried": []}, []
+    for (name, rule), made in zip(candidates, texts, strict=True):
         figures = measure(made, settings.asked[::2], reference_length=reference)
         values["tried"].append({"decoder": name, "rule": rule.label, **figures})
         right = figures["distinct_correct"]
-        score = abs(text_loss(made) - values["human_loss"]) if right is None else -right["mean"]
-        if name not in chosen or score < chosen[name][0]:
-            chosen[name] = score, rule
-    best = {name: rule for name, (_, rule) in chosen.items()}
+        scores.append(abs(text_loss(made) - values["human_loss"]) if right is None else -right["mean"])
+    best = best_rules(candidates, scores)
     best = run([BenchUnit("controls", "control", (best,))])[0]
     found = dict(zip(best, sample(list(best.values()), reporting), strict=True))
     reference = text_length(found[ONE])
