@@ -7,13 +7,13 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from support import wait_for
 
 from jobs.scoring.verifiers.programs import isolation_problem, measure
 from jobs.scoring.verifiers.verifier import Judgement, Panel, Sample, VerifierSection
@@ -52,18 +52,10 @@ def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "own_verifiers"
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def is_running(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def script(tmp_path: Path, body: str) -> str:
@@ -120,10 +112,10 @@ def test_a_function_that_hangs_ends_with_the_process_that_asked_it(functions: st
     )
     asking = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[3])
     pid = tmp_path / "pid"
-    wait_until(lambda: pid.exists() and pid.read_text() != "")
+    wait_for(lambda: pid.exists() and pid.read_text() != "")
     asking.kill()
     asking.wait()
-    wait_until(lambda: not is_running(int(pid.read_text())))
+    wait_for(lambda: not is_running(int(pid.read_text())))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +165,7 @@ def test_what_a_command_has_started_ends_with_it(tmp_path: Path) -> None:
     body = f"sleep 600 & echo $! > {tmp_path}/child; sleep 600"
     assert judge(script(tmp_path, body), "text", limits={"seconds": 1.5}).failures == {"timed_out": 1}
     child = int((tmp_path / "child").read_text())
-    wait_until(lambda: not is_running(child))
+    wait_for(lambda: not is_running(child))
 
 
 CODE = "def double(x):\n    return 2 * x\n"
@@ -273,7 +265,7 @@ def test_what_processes_use_is_counted_together() -> None:
     )
     with subprocess.Popen([sys.executable, "-c", f"{script}a.wait()\nb.wait()\ntime.sleep(60)"]) as process:
         try:
-            wait_until(lambda: measure(process.pid)[0] > 0.5 and measure(process.pid)[2] == 1)
+            wait_for(lambda: measure(process.pid)[0] > 0.5 and measure(process.pid)[2] == 1)
         finally:
             process.kill()
 
@@ -332,13 +324,7 @@ def test_an_attack_wins_only_without_isolation(
 def test_no_process_of_code_outlives_it(tmp_path: Path) -> None:
     code = "import subprocess\nchild = subprocess.Popen(['sleep', '600.345'], start_new_session=True)"
     assert judge("unit-tests", code, tests="assert child.poll() is None").rewards == [1.0]
-    wait_until(lambda: not any(b"600.345" in line for line in command_lines()))
-
-
-def command_lines() -> Iterator[bytes]:
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            yield file.read_bytes()
+    wait_for(lambda: not any("600.345" in (one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"])))
 
 
 def test_code_is_not_run_where_it_cannot_be_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
