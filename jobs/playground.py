@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jobs.engine.command_line import ending_in_one_line, parse_options, run_job
-from jobs.scoring.playground.config import PlaygroundConfig
+from jobs.scoring.generation.config import PlaygroundConfig
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""The configuration of `jobs.generate`, that is, its command line, and what `jobs.playground` shares with it."""
+"""The configurations, that is, the command lines, of `jobs.generate` and `jobs.playground`."""
 
 from __future__ import annotations
 
@@ -37,6 +37,22 @@ class LocalModel:
         check_precision("dtype", self.dtype)
         if self.device_map and self.device != "auto":
             raise ValueError(f"device_map = {self.device_map} chooses the devices: leave out device = {self.device}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaygroundConfig(LocalModel):
+    """The model, its TempNet, and the port of the page."""
+
+    port: int = 8765
+    """Port on 127.0.0.1 at which the page is served; 0: any that is free."""
+    max_new_tokens: int = 256
+    """Maximum number of new tokens that the page may ask for."""
+
+    def __post_init__(self) -> None:
+        LocalModel.__post_init__(self)
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port = {self.port} must lie between 0 and 65535")
+        check_least(self, max_new_tokens=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

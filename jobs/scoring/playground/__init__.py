@@ -1,1 +1,1 @@
-"""The modules behind `jobs.playground`: configuration, generation step by step, and the page that shows it."""
+"""The modules behind `jobs.playground`: generation step by step, and the page that shows it."""

@@ -18,7 +18,8 @@ import contextlib
 import json
 import math
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass, fields
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,8 +30,9 @@ from urllib.parse import parse_qsl, urlsplit
 import torch
 from torch import Tensor
 
+from jobs.scoring.config import check_least
+from jobs.scoring.generation.config import PlaygroundConfig
 from jobs.scoring.generation.sampling import load_model
-from jobs.scoring.playground.config import PlaygroundConfig, Settings
 from jobs.tasks.base import naming_field
 from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import added_text, encode_prompt, load_tokenizer
@@ -49,6 +51,52 @@ NUM_ALTERNATIVES = 8
 Token = dict[str, Any]
 """What a token adds to the text, the τ that it was drawn at (1 for min-p), and the entropy in nats and the most likely tokens
 of the distribution that it was drawn from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What one click on the page asks for; three texts are generated from it, which use the same random numbers."""
+
+    prompt: str
+    num_tokens: int
+    """Number of new tokens."""
+    tau_max: float
+    """τ_max of the TempNet, for the text at predicted temperatures."""
+    constant: float
+    """Temperature of the text at a constant temperature."""
+    min_p: float
+    """For the text of min-p at τ = 1: only tokens whose probability is at least this share of the largest are drawn."""
+    seed: int
+
+    def __post_init__(self) -> None:
+        check_least(self, num_tokens=1)
+        for name in ("tau_max", "constant"):
+            value = getattr(self, name)
+            if not (0.0 < value <= 100.0 and math.isfinite(value)):
+                raise ValueError(f"{name} = {value:g} must lie in (0, 100]")
+        if not 0.0 <= self.min_p < 1.0:
+            raise ValueError(f"min_p = {self.min_p:g} must lie in [0, 1)")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed = {self.seed} must lie in [0, 2⁶³)")
+
+    @classmethod
+    def parse(cls, values: Mapping[str, str], *, max_new_tokens: int) -> Settings:
+        """Read the settings from the query of a request; ValueError names one that is missing or not legal."""
+        kinds = {"int": int, "float": float, "str": str}
+        parsed = {}
+        for field in fields(cls):
+            if field.name not in values:
+                raise ValueError(f"{field.name} is missing")
+            try:
+                parsed[field.name] = kinds[str(field.type)](values[field.name])
+            except ValueError:
+                raise ValueError(f"{field.name} = {values[field.name]!r} is no number") from None
+        settings = cls(**parsed)
+        if settings.num_tokens > max_new_tokens:
+            raise ValueError(
+                f"num_tokens = {settings.num_tokens} is more than the {max_new_tokens} that the server allows"
+            )
+        return settings
 
 
 class Playground:

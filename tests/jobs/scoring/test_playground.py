@@ -28,9 +28,9 @@ from support import wait_for
 from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from jobs.playground import main
+from jobs.scoring.generation.config import PlaygroundConfig
 from jobs.scoring.playground import server as server_module
-from jobs.scoring.playground.config import PlaygroundConfig, Settings
-from jobs.scoring.playground.server import Playground, make_server
+from jobs.scoring.playground.server import Playground, Settings, make_server
 from tempnet import TempNet, TempNetConfig
 from tests.jobs.scoring.generation_support import VOCABULARY, make_model
 

@@ -21,9 +21,8 @@ from transformers import DistilBertConfig, DistilBertModel, GPT2Config, T5Config
 
 from jobs.scoring.calibration.config import Rho
 from jobs.scoring.config import LanguageModelPool
-from jobs.scoring.generation.config import GenerateConfig
+from jobs.scoring.generation.config import GenerateConfig, PlaygroundConfig
 from jobs.scoring.language_models.harness import Tasks
-from jobs.scoring.playground.config import PlaygroundConfig
 from jobs.scoring.temperatures.config import PredictTemperaturesConfig
 from pipelines.text.tokenization import train_bpe
 from tempnet import TempNet, TempNetConfig

@@ -18,12 +18,11 @@ from prediction_support import VOCAB_SIZE
 
 from jobs.calibrate import main as calibrate
 from jobs.scoring.config import LanguageModelPool
-from jobs.scoring.generation.config import GenerateConfig
+from jobs.scoring.generation.config import GenerateConfig, PlaygroundConfig
 from jobs.scoring.generation.sampling import Request, Sampler
 from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.headroom.texts import Measurer, TextMeasurement
 from jobs.scoring.language_models.windows import ScoredWindow
-from jobs.scoring.playground.config import PlaygroundConfig
 from jobs.scoring.playground.server import Playground
 from jobs.scoring.temperatures.config import PredictTemperaturesConfig
 from jobs.scoring.temperatures.texts import Predictor, resolve_settings
