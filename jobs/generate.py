@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
             judgement(one)  # so that a wrong file is refused before anything is generated
         for one in configs:
             outcomes.append((outcome := run(one), one))
-            show(sample(outcome, one))
+            show(sample(outcome))
             show(describe(outcome, one))
         if config.html:
             write_bytes(config.html, page(outcomes).encode())
@@ -45,10 +45,10 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def sample(outcome: Outcome, config: GenerateConfig) -> str:
+def sample(outcome: Outcome) -> str:
     """Return the first texts for the terminal, each after the end of its prompt."""
     lines = []
-    for key in _keys(outcome, config)[:MAX_PRINTED]:
+    for key in outcome.known()[:MAX_PRINTED]:
         record = outcome.file.records[key]
         lines.append(
             f"[{key[0]}] …{record['prompt'][-MAX_CHARACTERS:]}\n  → {record['text'][:MAX_CHARACTERS].strip()}\n"
@@ -58,7 +58,7 @@ def sample(outcome: Outcome, config: GenerateConfig) -> str:
 
 def describe(outcome: Outcome, config: GenerateConfig) -> str:
     """Return text for the terminal: what was generated, which prompts were too long, and the scores."""
-    records = [outcome.file.records[key] for key in _keys(outcome, config)]
+    records = [outcome.file.records[key] for key in outcome.known()]
     lines = [f"{len(records)} texts in {outcome.file.path}, {outcome.num_kept} of them from before"]
     if outcome.seconds:
         speed = outcome.num_tokens / outcome.seconds
@@ -89,21 +89,10 @@ def judgement(config: GenerateConfig) -> str:
     return describe_judged(config.judged, config.format, config.generator or config.model)
 
 
-def _keys(outcome: Outcome, config: GenerateConfig) -> list[tuple[int | str, int, int]]:
-    """Return the keys (prompt ID, sample, turn) of all requested records that exist."""
-    return [
-        (prompt.id, sample, turn)
-        for prompt in outcome.prompts
-        for sample in range(config.num_samples)
-        for turn in range(len(prompt.turns))
-        if (prompt.id, sample, turn) in outcome.file.records
-    ]
-
-
 def _scores(outcome: Outcome, config: GenerateConfig) -> list[str]:
     """Return maj@k (accuracy of the majority of k answers) over the questions that were not too long."""
     records, lines = outcome.file.records, []
-    answered = [prompt for prompt in outcome.prompts if outcome.texts(prompt, config.num_samples) is not None]
+    answered = [prompt for prompt in outcome.prompts if outcome.texts(prompt) is not None]
     for k in [k for k in range(1, config.num_samples + 1) if config.num_samples % k == 0]:
         scores = [
             majority_score(
@@ -128,7 +117,7 @@ def page(outcomes: Sequence[tuple[Outcome, GenerateConfig]]) -> str:
     from jobs.tasks.language_model.report import coloured_page
 
     sections, (first, config) = {}, outcomes[0]
-    keys = _keys(first, config)
+    keys = first.known()
     for key in keys[: MAX_SECTIONS // len(outcomes)]:
         for outcome, one in outcomes:
             if (record := outcome.file.records.get(key)) is None:
@@ -141,7 +130,7 @@ def page(outcomes: Sequence[tuple[Outcome, GenerateConfig]]) -> str:
     return coloured_page(
         title=f"Texts of {config.generator or config.model}",
         sections=sections,
-        summary=f"{len(sections)} of {sum(len(_keys(*one)) for one in outcomes)} texts\n{described}",
+        summary=f"{len(sections)} of {sum(len(outcome.known()) for outcome, _ in outcomes)} texts\n{described}",
     )
 
 

@@ -192,10 +192,10 @@ def describe_judged(path: str, format_name: str, generator: str) -> str:
     values = by_name[generator]
     if format_name == "mt-bench":
         return f"{generator}: mean grade {np.mean(values):.2f} of {len(values)} answers"
-    error = 100 * np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else np.nan
+    standard_error = 100 * np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else np.nan
     return (
-        f"{generator}: win rate {100 * np.mean(values):.2f} % (standard error {error:.2f}) of {len(values)} instructions; "
-        "the length-controlled rate is in alpaca_eval's leaderboard.csv"
+        f"{generator}: win rate {100 * np.mean(values):.2f} % (standard error {standard_error:.2f}) of {len(values)} "
+        "instructions; the length-controlled rate is in alpaca_eval's leaderboard.csv"
     )
 
 

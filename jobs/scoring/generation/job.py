@@ -16,7 +16,7 @@ from jobs.engine.export import model_digest, tempnet_digest
 from jobs.engine.fields import absolute_path, differences, fixed_values
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.generation.formats import FORMATS, Prompt, read_prompts
-from jobs.scoring.generation.sampling import Generated, Key, Request, Sampler
+from jobs.scoring.generation.sampling import Generated, Key, Sampler
 from jobs.tasks.base import naming_field
 from pipelines.local_copy import local_copy
 from pipelines.storage import compute_digest, exists, read_bytes, read_json, write_bytes, write_json
@@ -104,8 +104,9 @@ def _line(record: Mapping[str, Any]) -> bytes:
 @dataclass(slots=True, kw_only=True)
 class Outcome:
     prompts: list[Prompt]
+    num_samples: int
     file: RecordFile
-    num_kept: int
+    num_kept: int = 0
     lost: list[Key] = field(default_factory=list)
     """Texts that were not generated because the prompt does not fit into the context; later turns of such a prompt
     are lost too."""
@@ -114,10 +115,17 @@ class Outcome:
     seconds: float = 0.0
     """Time spent on generating, in seconds, without loading the model."""
 
-    def texts(self, prompt: Prompt, num_samples: int) -> list[list[str]] | None:
+    def _keys(self, prompt: Prompt) -> list[list[Key]]:
+        return [[(prompt.id, sample, turn) for turn in range(len(prompt.turns))] for sample in range(self.num_samples)]
+
+    def known(self) -> list[Key]:
+        """Returns the keys of all requested records that exist."""
+        keys = (key for prompt in self.prompts for sample in self._keys(prompt) for key in sample)
+        return [key for key in keys if key in self.file.records]
+
+    def texts(self, prompt: Prompt) -> list[list[str]] | None:
         """Returns, for every sample of a prompt, the texts of its turns, or None if any of them is missing."""
-        keys = [[(prompt.id, sample, turn) for turn in range(len(prompt.turns))] for sample in range(num_samples)]
-        records = self.file.records
+        keys, records = self._keys(prompt), self.file.records
         if not all(key in records for sample in keys for key in sample):
             return None
         return [[records[key]["text"] for key in sample] for sample in keys]
@@ -140,10 +148,8 @@ def run(config: GenerateConfig) -> Outcome:
             f"max_new_tokens = {config.max_new_tokens}"
         )
     file = RecordFile(path, settings_of(config, temperature, chat))
-    keys = [
-        (p.id, sample, turn) for p in prompts for sample in range(config.num_samples) for turn in range(len(p.turns))
-    ]
-    outcome = Outcome(prompts=prompts, file=file, room=room, num_kept=sum(key in file.records for key in keys))
+    outcome = Outcome(prompts=prompts, num_samples=config.num_samples, file=file, room=room)
+    outcome.num_kept = len(outcome.known())
     by_id = {prompt.id: prompt for prompt in prompts}
     stop = () if chat else prompt_format.stop
     load_sampler = functools.cache(lambda: Sampler(config, tokenizer, temperature, stop))
@@ -151,20 +157,20 @@ def run(config: GenerateConfig) -> Outcome:
         for turn in range(max(len(prompt.turns) for prompt in prompts)):
             requests = _requests(outcome, turn, config, tokenizer, chat)
             for start in range(0, len(requests), config.batch_size):
-                batch = requests[start : start + config.batch_size]
+                keys, texts, ids = zip(*requests[start : start + config.batch_size], strict=True)
                 sampler, started = load_sampler(), time.monotonic()
-                generated = sampler(batch)
+                generated = sampler(keys, ids)
                 outcome.seconds += time.monotonic() - started
                 outcome.num_tokens += sum(len(text.ids) for text in generated)
                 file.append(
-                    _record(request, text, tokenizer) | dict(prompt_format.grade(by_id[request.key[0]], text.text))
-                    for request, text in zip(batch, generated, strict=True)
+                    _record(key, text, made, tokenizer) | dict(prompt_format.grade(by_id[key[0]], made.text))
+                    for key, text, made in zip(keys, texts, generated, strict=True)
                 )
-                print(f"turn {turn + 1}: {start + len(batch)} of {len(requests)} texts", flush=True)
+                print(f"turn {turn + 1}: {start + len(keys)} of {len(requests)} texts", flush=True)
     finally:
         file.save()
     if prompt_format.export is not None:
-        answered = [(p, texts) for p in prompts if (texts := outcome.texts(p, config.num_samples)) is not None]
+        answered = [(p, texts) for p in prompts if (texts := outcome.texts(p)) is not None]
         content = prompt_format.export(answered, config.generator or config.model, file.settings)
         write_bytes(config.output, content.encode())
     return outcome
@@ -247,8 +253,8 @@ def prompt_text(
 
 def _requests(
     outcome: Outcome, turn: int, config: GenerateConfig, tokenizer: PreTrainedTokenizerFast, chat: bool
-) -> list[Request]:
-    """Returns the requests of one turn that are still missing; texts whose prompt is too long are recorded as lost."""
+) -> list[tuple[Key, str, list[int]]]:
+    """Returns key, prompt and its tokens of the missing texts of a turn; one whose prompt is too long is recorded as lost."""
     records, requests, grades = outcome.file.records, [], {}
     for prompt in outcome.prompts:
         for sample in range(config.num_samples if turn < len(prompt.turns) else 0):
@@ -267,18 +273,18 @@ def _requests(
             elif outcome.room is not None and len(ids) > outcome.room:
                 outcome.lost.append(key)
             else:
-                requests.append(Request(key=key, prompt=text, ids=ids))
+                requests.append((key, text, ids))
     outcome.file.grade(grades)
     return requests
 
 
-def _record(request: Request, generated: Generated, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    identity, sample, turn = request.key
+def _record(key: Key, prompt: str, generated: Generated, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    identity, sample, turn = key
     return {
         "id": identity,
         "sample": sample,
         "turn": turn,
-        "prompt": request.prompt,
+        "prompt": prompt,
         "text": generated.text,
         "tokens": token_pieces(tokenizer, generated.ids),
         "token_ids": generated.ids,

@@ -147,15 +147,8 @@ def cut(text: str, stop: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    key: Key
-    prompt: str
-    ids: list[int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """The result of a request; lists have an entry for every token that was drawn, including the end-of-text token."""
+    """A text; lists have an entry for every token that was drawn, including the end-of-text token."""
 
     text: str
     ids: list[int]
@@ -213,22 +206,23 @@ class Sampler:
             self.fold = CachedFold.of(self.base, temperature)
 
     @torch.no_grad()
-    def __call__(self, requests: Sequence[Request]) -> list[Generated]:
+    def __call__(self, keys: Sequence[Key], prompts: Sequence[Sequence[int]]) -> list[Generated]:
+        """Continue prompts, given as tokens; the seed of the configuration and its key fix the random stream of a text."""
         config, device = self.config, input_device(self.base)
-        width = max(len(request.ids) for request in requests)
-        ids = [[self.padding] * (width - len(request.ids)) + [*request.ids] for request in requests]
-        mask = [[0] * (width - len(request.ids)) + [1] * len(request.ids) for request in requests]
-        keys = ["/".join(map(str, (config.seed, *request.key))) for request in requests]
+        width = max(map(len, prompts))
+        ids = [[self.padding] * (width - len(prompt)) + [*prompt] for prompt in prompts]
+        mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        streams = ["/".join(map(str, (config.seed, *key))) for key in keys]
         vocabulary = EffectiveVocabulary(len(self.tokenizer), records_entropy=config.entropy)
         processors: list[Any] = [vocabulary]
-        stop = StopStrings(self.tokenizer, self.stop, len(requests), width) if self.stop else None
+        stop = StopStrings(self.tokenizer, self.stop, len(prompts), width) if self.stop else None
         tau: list[Tensor] | None = None
         with contextlib.ExitStack() as stack:
             if isinstance(self.temperature, TempNet):
                 processors.append(stack.enter_context(attach(self.base, self.temperature, self.fold)).processor())
                 tau = processors[-1].steps
             elif isinstance(self.temperature, TemperatureRule):
-                processors.append(RuleTemperature(self.temperature, keys, width))
+                processors.append(RuleTemperature(self.temperature, streams, width))
                 tau = processors[-1].steps
             elif self.temperature is not None:
                 processors.append(TemperatureLogitsWarper(self.temperature))
@@ -238,7 +232,7 @@ class Sampler:
                 processors += [TopKLogitsWarper(config.top_k)] if config.top_k else []
                 processors += [TopPLogitsWarper(config.top_p)] if config.top_p < 1.0 else []
                 processors += [MinPLogitsWarper(config.min_p)] if config.min_p else []
-                processors.append(SeededDraw(keys))
+                processors.append(SeededDraw(streams))
             sequences: Tensor = self.base.generate(
                 input_ids=torch.tensor(ids, device=device),
                 attention_mask=torch.tensor(mask, device=device),
@@ -249,7 +243,7 @@ class Sampler:
             )
         new = sequences[:, width:].tolist()
         if isinstance(self.temperature, float):
-            tau = [torch.full((len(requests),), self.temperature)] * len(new[0])
+            tau = [torch.full((len(prompts),), self.temperature)] * len(new[0])
         missing: list[Any] = [None] * len(new)
         taus = missing if tau is None else _rows(tau)
         entropies = _rows(vocabulary.entropies) if config.entropy else missing

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from jobs.engine.worker import CPU_ENVIRONMENT
-from jobs.scoring.generation.sampling import Generated, Request, Sampler, TemperatureRule
+from jobs.scoring.generation.sampling import Generated, Sampler, TemperatureRule
 from jobs.scoring.reward.plan import NUM_TOKENS_AT_A_TIME, RewardPlan, make_network
 from jobs.scoring.verifiers.verifier import Panel, Sample
 from pipelines.text.tokenization import load_tokenizer
@@ -174,17 +174,14 @@ class RolloutWorker:
         self.sampler.set_temperature(temperature)
         size = self.plan.config.group_size
         asked = [(self.plan.asked[place], first + number) for place, first in order.places for number in range(size)]
-        requests = [
-            Request(key=(question.prompt.id, sample, order.step), prompt=question.text, ids=list(question.ids))
-            for question, sample in asked
-        ]
-        generated = self.sampler(requests)
+        prompts = [question.ids for question, _ in asked]
+        generated = self.sampler([(question.prompt.id, sample, order.step) for question, sample in asked], prompts)
         samples = [
             Sample(prompt=question.text, text=text.text, fields=question.prompt.fields)
             for (question, _), text in zip(asked, generated, strict=True)
         ]
         judgement = self.panel.judge(samples)
-        tokens, given = self._read(requests, generated), None
+        tokens, given = self._read(prompts, generated), None
         if order.kl_weight is None:
             given = torch.tensor([value for text in generated for value in text.tau or ()], device=tokens.ids.device)
         statistics, tau = self._statistics(tokens, given, order.reference)
@@ -250,15 +247,15 @@ class RolloutWorker:
         }
 
     @torch.no_grad()
-    def _read(self, requests: Sequence[Request], texts: Sequence[Generated]) -> _Tokens:
+    def _read(self, prompts: Sequence[Sequence[int]], texts: Sequence[Generated]) -> _Tokens:
         """Run the base over the texts, padded on the right, where causal attention does not see it."""
         device = self._base.device
         # Nothing is drawn after the last token.
-        read = [[*request.ids, *text.ids[:-1]] for request, text in zip(requests, texts, strict=True)]
+        read = [[*prompt, *text.ids[:-1]] for prompt, text in zip(prompts, texts, strict=True)]
         ids = pad_sequence([torch.tensor(row) for row in read], batch_first=True).to(device)
         rows = [row for row, text in enumerate(texts) for _ in text.ids]
         columns = [column for text in texts for column in range(len(text.ids))]
-        places = [len(requests[row].ids) - 1 + column for row, column in zip(rows, columns, strict=True)]
+        places = [len(prompts[row]) - 1 + column for row, column in zip(rows, columns, strict=True)]
         return _Tokens(
             ids=torch.tensor([token for text in texts for token in text.ids], device=device),
             hidden=self._base.base_model(input_ids=ids, use_cache=False)[0][rows, places],

@@ -17,7 +17,7 @@ from jobs.engine.export import model_digest, tempnet_digest
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.generation.formats import describe_judged
 from jobs.scoring.generation.gsm8k import extract_answer, majority_score
-from jobs.scoring.generation.sampling import EffectiveVocabulary, Request, Sampler, SeededDraw
+from jobs.scoring.generation.sampling import EffectiveVocabulary, Sampler, SeededDraw
 from tempnet import TempNet
 from tempnet.inference import can_fold, end_ids
 from tests.jobs.scoring.generation_support import PROMPTS, VOCABULARY, generate, read, write_prompts
@@ -156,8 +156,8 @@ def test_too_long_prompts_are_counted_as_lost(gpt2: Path, tmp_path: Path, capsys
 def test_a_stop_string_ends_its_own_text_only(gpt2: Path) -> None:
     config = GenerateConfig(model=str(gpt2), prompts="", output="", max_new_tokens=40, device="cpu")
     tokenizer = AutoTokenizer.from_pretrained(gpt2)
-    requests = [Request(key=(i, 0, 0), prompt="def", ids=tokenizer("def").input_ids) for i in range(12)]
-    free, stopped = (Sampler(config, tokenizer, 1.0, stop)(requests) for stop in ((), ("e", "th")))
+    keys, prompts = [(i, 0, 0) for i in range(12)], [tokenizer("def").input_ids] * 12
+    free, stopped = (Sampler(config, tokenizer, 1.0, stop)(keys, prompts) for stop in ((), ("e", "th")))
     ended_by_string = 0
     for text, cut in zip(free, stopped, strict=True):
         assert cut.ids == text.ids[: len(cut.ids)]

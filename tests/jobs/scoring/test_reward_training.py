@@ -131,9 +131,9 @@ class Watched(RolloutWorker):
 
         self.panel.judge = keep  # type: ignore[method-assign]
 
-    def _read(self, requests: Any, texts: Any) -> Any:
-        self.requests, self.texts = requests, texts
-        return super()._read(requests, texts)
+    def _read(self, prompts: Any, texts: Any) -> Any:
+        self.prompts, self.texts = prompts, texts
+        return super()._read(prompts, texts)
 
 
 def reference(worker: Watched, network: TempNet, model: Path, is_distinct: bool) -> dict[str, Tensor]:
@@ -148,7 +148,7 @@ def reference(worker: Watched, network: TempNet, model: Path, is_distinct: bool)
         advantages = distinct_advantages(rewards, answers) if is_distinct else leave_one_out(rewards)
         kls, log_probs = [], []
         for i in places:
-            prompt, new = worker.requests[i].ids, worker.texts[i].ids
+            prompt, new = worker.prompts[i], worker.texts[i].ids
             with torch.no_grad():
                 out = base(torch.tensor([[*prompt, *new]]), output_hidden_states=True)
             part = slice(len(prompt) - 1, len(prompt) + len(new) - 1)

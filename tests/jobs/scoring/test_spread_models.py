@@ -19,7 +19,7 @@ from prediction_support import VOCAB_SIZE
 from jobs.calibrate import main as calibrate
 from jobs.scoring.config import LanguageModelPool
 from jobs.scoring.generation.config import GenerateConfig, PlaygroundConfig
-from jobs.scoring.generation.sampling import Request, Sampler
+from jobs.scoring.generation.sampling import Sampler
 from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.headroom.texts import Measurer, TextMeasurement
 from jobs.scoring.language_models.windows import ScoredWindow
@@ -64,10 +64,10 @@ def test_generated_texts(gpt2: Path) -> None:
     config = GenerateConfig(model=str(gpt2), prompts="unused", output="unused", max_new_tokens=8)
     tokenizer = load_tokenizer(str(gpt2))
     texts = ("def", "the temperature of a token")
-    requests = [Request(key=(text, 0, 0), prompt=text, ids=tokenizer(text).input_ids) for text in texts]
+    prompts = [tokenizer(text).input_ids for text in texts]
     made = []
     for changed in (config, replace(config, device_map=SPREAD)):  # type: ignore[arg-type]
-        made.append(Sampler(changed, tokenizer, load_tempnet(gpt2))(requests))
+        made.append(Sampler(changed, tokenizer, load_tempnet(gpt2))([(text, 0, 0) for text in texts], prompts))
     assert [text.ids for text in made[0]] == [text.ids for text in made[1]]
     for one, other in zip(*made, strict=True):
         assert other.entropy == pytest.approx(one.entropy, abs=1e-5)
