@@ -7,7 +7,7 @@ from typing import Literal
 
 from jobs.engine.config import RunSection, TrackingSection
 from jobs.engine.fields import FREE_TO_CHANGE, PATH, check_not_negative, check_positive, values_of
-from jobs.scoring.config import PoolSection, check_least, check_share
+from jobs.scoring.config import PoolSection, check_least
 from jobs.scoring.verifiers.verifier import VerifierSection
 from tempnet.controllers import KLController
 from tempnet.network_config import TempNetConfig, TempNetOptions
@@ -156,9 +156,8 @@ class RewardConfig(RewardedTexts):
             raise ValueError(
                 f"verifier.name = {self.verifier.name} needs other fields than format = gsm8k has: say gsm8k"
             )
-        check_share("held_out_share", self.held_out_share)
-        if self.held_out_share == 1.0:
-            raise ValueError("held_out_share = 1 leaves no prompt to learn from: it must be below 1")
+        if not 0.0 <= self.held_out_share < 1.0:
+            raise ValueError(f"held_out_share = {self.held_out_share:g} must lie in [0, 1)")
         self.temperature.network_config(vocab_size=2, state_size=1)  # raises ValueError if the switches do not fit
         _ = self.run.resolved_storage
 

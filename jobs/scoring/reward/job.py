@@ -48,21 +48,13 @@ from jobs.engine.report import markdown_table
 from jobs.engine.tracking import finish_run, mark_if_ended, open_run, resolve_uri, run_tags
 from jobs.scoring.generation.sampling import TemperatureRule
 from jobs.scoring.reward.config import RewardConfig
-from jobs.scoring.reward.plan import (
-    CONSTANTS,
-    ROUNDS,
-    RewardPlan,
-    describe_plan,
-    make_network,
-    make_plan,
-    refer_to_base,
-    start_at,
-)
+from jobs.scoring.reward.plan import CONSTANTS, ROUNDS, RewardPlan, describe_plan, make_network, make_plan, start_at
 from jobs.scoring.reward.rollouts import Answer, Order, RunOrders, Temperature, gain, work_in_pool
 from jobs.scoring.units import NoRewardError, check_pool
 from pipelines.local_copy import local_copy
 from pipelines.storage import compute_digest, create_directory, exists, read_bytes, read_json, write_bytes, write_json
 from pipelines.text.tokenization import load_tokenizer
+from tempnet.base_model import BaseReference, base_digest, find_base, read_reference
 from tempnet.controllers import KLController, divergence_of_success
 from tempnet.intervals import Interval
 from tempnet.network import PAIRED_DIRECTORY, TempNet, model_card
@@ -327,8 +319,7 @@ def train_reward(config: RewardConfig, *, say: Callable[[str], None] = print) ->
             "mlflow_run_id": tracked.run_id if tracked else None,
             "mlflow_experiment_id": tracked.experiment_id if tracked else None,
         }
-        export(trainer, outcome["export"])
-        write_card(trainer, outcome)
+        export(trainer, outcome)
         write_json(f"{directory}/{OUTCOME_FILE}", outcome | {"history": trainer.history})
         if tracked:
             with survive_outage("the end of the run"):
@@ -464,36 +455,34 @@ def points(interval: dict[str, float | None]) -> str:
     return f"{100 * mean:.1f} ± {100 * half_width:.1f}" if half_width is not None else f"{100 * mean:.1f} (one prompt)"
 
 
-def export(trainer: RewardTrainer, uri: str) -> None:
-    """Write what `jobs.generate --model` reads: configuration and tokenizer of the base, where it is, and the TempNet."""
-    plan = trainer.plan
-    reference = refer_to_base(plan)
-    with open_export(uri) as directory:
-        place = local_copy(plan.config.model, with_weights=False)
-        remote = plan.config.trust_remote_code
-        AutoConfig.from_pretrained(place, trust_remote_code=remote).save_pretrained(directory)
-        load_tokenizer(plan.config.model).save_pretrained(directory)
-        reference.save(directory)
-        trainer.network.save_pretrained(directory / PAIRED_DIRECTORY)
+def export(trainer: RewardTrainer, outcome: Mapping[str, Any]) -> None:
+    """Write what `jobs.generate --model` reads: configuration and tokenizer of the base, where it is, and the TempNet.
 
-
-def write_card(trainer: RewardTrainer, outcome: Mapping[str, Any]) -> None:
-    """Write the model card of the export, with the verdict of :func:`compare_temperatures`."""
-    config, export, gains = trainer.plan.config, outcome["export"], outcome["gains"]
+    The model card has the verdict of :func:`compare_temperatures`.
+    """
+    config, gains, place = trainer.plan.config, outcome["gains"], "/".join(outcome["export"].split("/")[-3:])
+    base = local_copy(config.model)
+    if reference := read_reference(base):  # the model is an export that refers to its own base
+        find_base(base, fetch=local_copy)  # raises ValueError if another model is there now
+    else:
+        reference = BaseReference(path=config.model, digest=base_digest(base))
+    learned = (
+        f"{outcome['verdict']}: {points(gains['constant'])} points over the best constant, {points(gains['mean_shift'])} "
+        f"over MeanShift, on {outcome['num_prompts']} {outcome['prompts']} prompts"
+    )
     facts = [
         ("base model", config.model),
         ("training prompts", config.prompts),
         ("verifier, reward", f"{config.verifier.name}, {config.reward}"),
-        (
-            "learned τ",
-            f"{outcome['verdict']}: {points(gains['constant'])} points over the best constant, "
-            f"{points(gains['mean_shift'])} over MeanShift, on {outcome['num_prompts']} {outcome['prompts']} prompts",
-        ),
+        ("learned τ", learned),
     ]
-    place = "/".join(export.split("/")[-3:])
-    write_bytes(
-        f"{export}/README.md", model_card({PAIRED_DIRECTORY: trainer.network}, place, "", masked(facts)).encode()
-    )
+    with open_export(outcome["export"]) as directory:
+        AutoConfig.from_pretrained(base, trust_remote_code=config.trust_remote_code).save_pretrained(directory)
+        load_tokenizer(config.model).save_pretrained(directory)
+        reference.save(directory)
+        trainer.network.save_pretrained(directory / PAIRED_DIRECTORY)
+        card = model_card({PAIRED_DIRECTORY: trainer.network}, place, "", masked(facts))
+        (directory / "README.md").write_text(card, encoding="utf-8")
 
 
 def _final_metrics(outcome: dict[str, Any]) -> dict[str, float]:

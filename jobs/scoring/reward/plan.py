@@ -27,7 +27,7 @@ from jobs.scoring.verifiers.verifier import Panel
 from jobs.tasks.base import naming_field
 from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import load_tokenizer
-from tempnet.base_model import BaseReference, base_digest, find_base, read_config, read_reference
+from tempnet.base_model import read_config
 from tempnet.loading import load_tempnet
 from tempnet.network import TempNet
 from tempnet.network_config import TempNetConfig
@@ -231,15 +231,6 @@ def start_at(network: TempNet, tau: float) -> dict[str, Tensor]:
     weights = {name: value.detach().clone() for name, value in network.state_dict().items()}
     weights["final.weight" if config.pooling == "linear" else "pool_weight"].zero_()
     return weights
-
-
-def refer_to_base(plan: RewardPlan) -> BaseReference:
-    """Return the reference by which the export names its base; if the model is such an export, that of its own base."""
-    place = local_copy(plan.config.model)
-    if (reference := read_reference(place)) is not None:
-        find_base(place, fetch=local_copy)  # raises ValueError if another model is there now
-        return reference
-    return BaseReference(path=plan.config.model, digest=base_digest(place))
 
 
 def describe_plan(plan: RewardPlan, tracking_uri: str) -> str:

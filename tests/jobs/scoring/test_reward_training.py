@@ -23,7 +23,7 @@ from jobs import train_reward
 from jobs.scoring.generation.formats import Prompt
 from jobs.scoring.generation.job import prompt_text
 from jobs.scoring.reward.config import LeashSection, RewardConfig, RewardTemperatureSection
-from jobs.scoring.reward.job import RewardTrainer, compare_temperatures, export, table, train, verdict, write_card
+from jobs.scoring.reward.job import RewardTrainer, compare_temperatures, export, table, train, verdict
 from jobs.scoring.reward.plan import CONSTANTS, ROUNDS, RewardPlan, _hold_out, make_plan
 from jobs.scoring.reward.rollouts import Answer, Order, RolloutWorker, work_here
 from jobs.scoring.units import NoRewardError
@@ -284,8 +284,7 @@ def test_a_constant_is_the_start_and_temperatures_earn_more_where_it_cannot(
     assert temperatures["mean_shift"]["tau_deviation"] == pytest.approx(0.0, abs=1e-3)
     assert temperatures["shuffled"]["tau_mean"] == pytest.approx(temperatures["mean_shift"]["tau_mean"], rel=0.1)
     assert result["best_goal"] in (0, *trainer.plan.goal_steps)
-    export(trainer, str(tmp_path / "export"))
-    write_card(trainer, result | {"export": str(tmp_path / "export")})
+    export(trainer, result | {"export": str(tmp_path / "export")})
     card = (tmp_path / "export" / "README.md").read_text()
     assert f"{result['verdict']}: {100 * result['gains']['constant']['mean']:.1f} ± " in card
     (tmp_path / "prompts.txt").write_text("def\n")
