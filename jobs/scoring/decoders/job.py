@@ -18,15 +18,7 @@ from jobs.engine.fields import absolute_path, flatten
 from jobs.engine.report import markdown_table, picture
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.analyses.config import Decoders
-from jobs.scoring.decoders.bench import (
-    CHECKED,
-    CONSTANT,
-    PLAIN,
-    BenchSettings,
-    BenchUnit,
-    BenchWorker,
-    run_bench,
-)
+from jobs.scoring.decoders.bench import CHECKED, CONSTANT, PLAIN, BenchSettings, BenchUnit, BenchWorker, run_bench
 from jobs.scoring.generation.formats import Prompt, read_prompts
 from jobs.scoring.results import publish_findings
 from jobs.scoring.text_parts import list_sources
@@ -56,6 +48,7 @@ def compare_decoders(config: Decoders) -> dict[str, Any]:
     values = run_bench(settings, partial(run_units, settings)).values | {"known_text": known}
     if known:
         print("\nThe model was trained on some of this text: what is found does not hold for new text.")
+    record = {name: value for name, value in flatten(config).items() if not name.startswith(("workers", "tracking"))}
     publish_findings(
         config,
         "decoders",
@@ -66,7 +59,7 @@ def compare_decoders(config: Decoders) -> dict[str, Any]:
         plot_file="frontier.png",
         plot=partial(plot, values),
         metrics=_metrics(values),
-        settings=_record(config, settings),
+        settings=record | {"model_digest": model_digest(config.model), "documents": len(settings.documents)},
         source=config.text,
     )
     return values
@@ -181,11 +174,6 @@ def run_units(settings: BenchSettings, units: Sequence[BenchUnit]) -> list[Any]:
     outcome = map_units(units, partial(BenchWorker, settings), settings.config.workers)
     outcome.check()
     return [outcome.values[number][0] for number in range(len(units))]
-
-
-def _record(config: Decoders, settings: BenchSettings) -> dict[str, Any]:
-    values = {name: value for name, value in flatten(config).items() if not name.startswith(("workers", "tracking"))}
-    return values | {"model_digest": model_digest(config.model), "documents": len(settings.documents)}
 
 
 def _metrics(values: dict[str, Any]) -> dict[str, float]:

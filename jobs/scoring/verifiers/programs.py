@@ -326,9 +326,12 @@ def _start(
     errors: IO[bytes] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a process of `code_process.py` in a session of its own, which sees no variable of this one."""
+    # Python and the programs of this machine are in these places.
+    system = ["/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives"]
+    own = {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix}
     limits = {
         "root": scratch if is_isolated else "",
-        "readable": _readable(),
+        "readable": system + sorted(place for place in own if not place.startswith("/usr/") and place != "/usr"),
         "seconds": settings.seconds,
         "memory_bytes": settings.memory_mib << 20,
         "file_bytes": settings.file_mib << 20,
@@ -353,13 +356,6 @@ def _start(
         pass_fds=descriptors,
         start_new_session=True,
     )
-
-
-def _readable() -> list[str]:
-    """Return the places that Python and the programs of this machine are in."""
-    system = ["/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives"]
-    own = {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix}
-    return system + sorted(place for place in own if not place.startswith("/usr/") and place != "/usr")
 
 
 def measure(process: int) -> tuple[float, int, int]:
