@@ -157,14 +157,14 @@ def run(config: GenerateConfig) -> Outcome:
         for turn in range(max(len(prompt.turns) for prompt in prompts)):
             requests = _requests(outcome, turn, config, tokenizer, chat)
             for start in range(0, len(requests), config.batch_size):
-                keys, texts, ids = zip(*requests[start : start + config.batch_size], strict=True)
+                keys, asked, ids = zip(*requests[start : start + config.batch_size], strict=True)
                 sampler, started = load_sampler(), time.monotonic()
                 generated = sampler(keys, ids)
                 outcome.seconds += time.monotonic() - started
                 outcome.num_tokens += sum(len(text.ids) for text in generated)
                 file.append(
                     _record(key, text, made, tokenizer) | dict(prompt_format.grade(by_id[key[0]], made.text))
-                    for key, text, made in zip(keys, texts, generated, strict=True)
+                    for key, text, made in zip(keys, asked, generated, strict=True)
                 )
                 print(f"turn {turn + 1}: {start + len(keys)} of {len(requests)} texts", flush=True)
     finally:
