@@ -14,11 +14,6 @@ ROOT = Path(__file__).parents[1]
 _FILE = r"(?:tempnet|pipelines|jobs|infra|benchmarks|tests|docs)/[\w/.-]*\.\w+"
 
 
-def names_in(path: Path) -> set[str]:
-    """Return the names that a module defines at its top level."""
-    return {getattr(node, "name", "") for node in ast.parse(path.read_text()).body}
-
-
 PAGES, NOTEBOOKS = (sorted(path.name for path in (ROOT / "docs").glob(f"*.{kind}")) for kind in ("md", "ipynb"))
 NAMING_FILES = ["CONTRIBUTING.md", *(f"docs/{name}.md" for name in ("tour", "extend", "results", "method", "errors"))]
 """Pages that name many files. If no file is found in one of them, the pattern is wrong."""
@@ -30,7 +25,9 @@ def test_files_that_a_page_names_exist(page: str) -> None:
     found = re.findall(rf"`({_FILE})(?:::(\w+))?`", text)
     for file, name in found:
         assert (ROOT / file).exists(), f"{page} names {file}"
-        assert not name or name in names_in(ROOT / file), f"{page} names {name} in {file}"
+        if name:
+            defined = {getattr(node, "name", "") for node in ast.parse((ROOT / file).read_text()).body}
+            assert name in defined, f"{page} names {name} in {file}"
     assert found or page not in NAMING_FILES
 
 
@@ -94,17 +91,17 @@ def source_strings() -> str:
     return f"\n{_PLACEHOLDER}".join(text for path in files for text in strings_in(path))
 
 
-def quoted_messages() -> list[str]:
-    """Return the code-font text in the first cell of every table row in docs/errors.md."""
-    return re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/errors.md").read_text(), re.MULTILINE)
+ERRORS = (ROOT / "docs/errors.md").read_text()
+QUOTED = re.findall(r"^\| `([^`]+)` \|", ERRORS, re.MULTILINE)
+"""The code-font text in the first cell of every table row."""
 
 
-@pytest.mark.parametrize("message", quoted_messages())
+@pytest.mark.parametrize("message", QUOTED)
 def test_messages_that_errors_md_quotes_are_in_the_source(message: str) -> None:
     assert message in source_strings(), f"docs/errors.md quotes {message!r}, which no string of the program holds"
     assert len(message.split()) >= 4, f"{message!r} is too short to tell one message from another"
 
 
 def test_every_table_of_errors_md_quotes_messages() -> None:
-    rows = re.findall(r"^\| (?!message \||exit status \||\d+ \|)", (ROOT / "docs/errors.md").read_text(), re.MULTILINE)
-    assert len(rows) == len(quoted_messages()) >= 35
+    rows = re.findall(r"^\| (?!message \||exit status \||\d+ \|)", ERRORS, re.MULTILINE)
+    assert len(rows) == len(QUOTED) >= 35
