@@ -36,12 +36,8 @@ _ROOT = Path(__file__).parents[1]
 
 
 def _serve(rank: int, num_processes: int, rendezvous: str, pipe: Connection) -> None:
-    os.environ |= {
-        "DS_ACCELERATOR": "cpu",
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(num_processes),
-    }
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_processes)}
+    os.environ |= {"DS_ACCELERATOR": "cpu", **place}
     torch.set_num_threads(1)
     _divide_all_weights()
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=num_processes)
@@ -108,11 +104,10 @@ def processes(num_processes: int) -> Iterator[Call]:
         pipes, started = [], []
         for rank in range(num_processes):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, num_processes, f"{directory}/rendezvous", there))
-            process.start()
+            started.append(context.Process(target=_serve, args=(rank, num_processes, f"{directory}/rendezvous", there)))
+            started[-1].start()
             there.close()
             pipes.append(here)
-            started.append(process)
 
         def call(function: Callable[..., Any], *arguments: Any) -> list[Any]:
             for pipe in pipes:
@@ -132,6 +127,9 @@ def processes(num_processes: int) -> Iterator[Call]:
                 process.kill()
 
 
+_READS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_consecutive"}
+
+
 class HostReads(TorchDispatchMode):
     """Notes where our own code reads a value of a tensor, for which the host would wait if the tensor were on a GPU."""
 
@@ -142,15 +140,7 @@ class HostReads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
         places = args[1] if name.startswith(("index", "_index")) and isinstance(args[1], (list, tuple)) else ()
-        chooses = any(isinstance(place, Tensor) and place.dtype == torch.bool for place in places)
-        if chooses or name in (
-            "_local_scalar_dense",
-            "nonzero",
-            "equal",
-            "masked_select",
-            "_unique2",
-            "unique_consecutive",
-        ):
+        if name in _READS or any(isinstance(place, Tensor) and place.dtype == torch.bool for place in places):
             self.note()
         return func(*args, **(kwargs or {}))
 
@@ -189,24 +179,20 @@ def recording(create_task: Callable[[int, int], Any], file: str, rank: int, worl
 def history(file: Path | str) -> dict[int, tuple[float, int]]:
     """Return step → (loss, digest of the batch), summed over ranks; of a step that was made again, the last counts."""
     steps: dict[int, tuple[float, int]] = {}
-    parts = [
-        {step: (loss, digest) for step, loss, digest in map(json.loads, path.read_text().splitlines())}
-        for path in sorted(Path(file).parent.glob(f"{Path(file).name}-*"))
-    ]
-    for step in sorted({step for part in parts for step in part}):
-        found = [part[step] for part in parts if step in part]
-        steps[step] = (sum(loss for loss, _ in found), sum(digest for _, digest in found) % (1 << 48))
+    for path in sorted(Path(file).parent.glob(f"{Path(file).name}-*")):
+        lines = map(json.loads, path.read_text().splitlines())
+        for step, (loss, digest) in {step: values for step, *values in lines}.items():
+            before = steps.get(step, (0.0, 0))
+            steps[step] = (before[0] + loss, (before[1] + digest) % (1 << 48))
     return steps
 
 
 def train_plan(
     rank: int, world_size: int, make: Callable[[], Any], file: str, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Prepare the plan that `make` returns and train it in this process; write its report.
+    """Prepare the plan that `make` returns and train it in this process as a job with these fields; write its report.
 
-    Args:
-        file: where the steps are recorded.
-        settings: fields of the job.
+    The steps are recorded in a file (`recording`).
     """
     from jobs.engine.launch import finish
 
