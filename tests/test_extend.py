@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from readme_support import TASK_FILES, write_task
+from readme_support import write_task
 
 from jobs.tasks.dual_encoder.config import PairTemperatureSection
 from jobs.tasks.language_model.config import TemperatureSection
@@ -110,29 +110,22 @@ class NoisyNumbers:
 def test_a_source_is_two_methods() -> None:
     plan = StreamPlan(shard_sizes=(5, 0, 9, 3), seed=1, window_size=6)
 
-    def read(rank: int, world_size: int, start: int, stop: int) -> list[Batch]:
-        stream = RankStream(
+    streams = [
+        RankStream(
             source=NoisyNumbers(seed=3), plan=plan, batch_size=4, rank=rank, world_size=world_size, num_readers=0
         )
-        return list(stream.batches(start, stop))
-
-    alone = read(0, 1, 0, 68)
+        for rank, world_size in ((0, 1), (0, 2), (1, 2))
+    ]
+    alone, *ranks = (list(stream.batches(0, 68)) for stream in streams)
     values = np.concatenate([batch["value"] for batch in alone])
     every = sorted(100 * shard + row for shard, size in enumerate(plan.shard_sizes) for row in range(size))
     epochs = [np.sort(values[at : at + 17]) for at in range(0, 68, 17)]
     assert all(np.floor(epoch).tolist() == every for epoch in epochs)
     assert not np.isin(epochs[0], epochs[1]).any()
-    assert len({int(digest) for batch in alone for digest in batch["digest"]}) == 68
-
-    for whole, *parts in zip(alone, *(read(rank, 2, 0, 68) for rank in range(2)), strict=True):
-        for name, value in whole.items():
-            np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), value)
-    for whole, again in zip(alone[5:], read(0, 1, 20, 68), strict=True):
-        np.testing.assert_array_equal(whole["digest"], again["digest"])
-
-    stream = RankStream(source=NoisyNumbers(seed=3), plan=plan, batch_size=4, rank=0, world_size=1, num_readers=0)
+    for whole, *parts in zip(alone, *ranks, strict=True):
+        np.testing.assert_array_equal(np.concatenate([part["digest"] for part in parts]), whole["digest"])
     shard, row = divmod(int(alone[0]["value"][0]), 100)
-    assert stream.names([0]) == [f"shard {shard}, row {row}"]
+    assert streams[0].names([0]) == [f"shard {shard}, row {row}"]
 
 
 def run_in(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -146,25 +139,20 @@ def run_in(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_files_of_a_task_have_the_style_of_the_house(tmp_path: Path) -> None:
+# Only the rooms of the house may not import jobs/; a package beside them may. mypy stores what it knows of the house where
+# `make types` does, so that it need not find it out again.
+@pytest.mark.parametrize(
+    "checker",
+    [
+        f"ruff check --no-cache --config src=['{ROOT}','.'] --ignore TID251 .",
+        "ruff format --no-cache --check .",
+        pytest.param(f"mypy --cache-dir={ROOT}/.mypy_cache --package line_classifier", marks=pytest.mark.long),
+    ],
+)
+def test_the_files_of_a_task_have_the_style_of_the_house_and_types(tmp_path: Path, checker: str) -> None:
     write_task(tmp_path)
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
-    own = f"src = ['{ROOT}', '.']"
-    # Only the rooms of the house may not import jobs/; a package beside them may.
-    checked = run_in(tmp_path, "ruff", "check", "--no-cache", "--config", own, "--ignore", "TID251", ".")
-    assert checked.returncode == 0, checked.stdout
-    formatted = run_in(tmp_path, "ruff", "format", "--no-cache", "--check", ".")
-    assert formatted.returncode == 0, formatted.stdout
-    assert f"{len(TASK_FILES)} files already formatted" in formatted.stdout
-
-
-@pytest.mark.long
-def test_the_files_of_a_task_are_typed(tmp_path: Path) -> None:
-    write_task(tmp_path)
-    # mypy stores what it knows of the house where `make types` does, so that it need not find it out again.
-    cache = f"--cache-dir={ROOT / '.mypy_cache'}"
-    settings = f"--config-file={ROOT / 'pyproject.toml'}"
-    checked = run_in(tmp_path, "mypy", settings, cache, "--package", "line_classifier")
+    checked = run_in(tmp_path, *checker.split())
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
