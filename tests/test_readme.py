@@ -10,7 +10,6 @@ import importlib
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -55,12 +54,11 @@ def reader(home_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     AutoModel.from_config(encoder).save_pretrained(home / "runs" / "declutr-small-small" / "export")
     words = AutoTokenizer.from_pretrained(home / "data" / "sample" / "wordpiece")
     words.save_pretrained(home / "runs" / "declutr-small-small" / "export")
-    for task, names in (("CR", ("custrev.neg", "custrev.pos")), ("TREC", ("train_5500.label", "TREC_10.label"))):
-        (home / "senteval" / "data" / "downstream" / task).mkdir(parents=True)
-        for number, name in enumerate(names):
-            kinds = ["ABBR:x", "DESC:x", "ENTY:x", "HUM:x", "LOC:x", "NUM:x"]
-            lines = [f"{kinds[(row + number) % 6]} word {row} of {number}" for row in range(1200)]
-            (home / "senteval" / "data" / "downstream" / task / name).write_text("\n".join(lines))
+    kinds = ["ABBR:x", "DESC:x", "ENTY:x", "HUM:x", "LOC:x", "NUM:x"]
+    for number, name in enumerate(["CR/custrev.neg", "CR/custrev.pos", "TREC/train_5500.label", "TREC/TREC_10.label"]):
+        file = home / "senteval" / "data" / "downstream" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("\n".join(f"{kinds[(row + number) % 6]} word {row} of {number}" for row in range(1200)))
     for line in OTHER_LINES:
         if line.startswith("echo "):
             subprocess.run(line, shell=True, check=True, cwd=home)
@@ -134,32 +132,17 @@ def test_every_python_block_of_a_followed_page_is_a_file_that_its_test_writes() 
 
 @cache
 def field_names() -> set[str]:
-    """Return the names of the fields of all dataclasses in jobs/ and pipelines/."""
-    classes = (
-        node
-        for part in ("jobs", "pipelines")
-        for path in (ROOT / part).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
-    )
-    return {
-        item.target.id
-        for node in classes
-        for item in node.body
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-    }
-
-
-def options_in(text: str) -> Iterator[str]:
-    """Yield the name of every option `--section.field` or `--field` that a text has in code font."""
-    for code in re.findall(r"`([^`\n]+)`", text):
-        yield from re.findall(r"(?<!\S)--([a-z][a-z0-9.-]*)", code)
+    """Return the names that are annotated in the first level of classes of jobs/ and pipelines/, as all fields are."""
+    texts = (path.read_text() for part in ("jobs", "pipelines") for path in (ROOT / part).rglob("*.py"))
+    return {name for text in texts for name in re.findall(r"^    (\w+): ", text, re.MULTILINE)}
 
 
 @pytest.mark.parametrize("page", ["README", *PAGES])
 def test_options_are_fields(page: str) -> None:
-    text = README if page == "README" else PAGES[page]
-    for option in set(options_in(text)) - {"help", "dry-run", "save", "config"}:
+    """Every option `--section.field` or `--field` that a page has in code font."""
+    in_code_font = " ".join(re.findall(r"`([^`\n]+)`", README if page == "README" else PAGES[page]))
+    options = set(re.findall(r"(?<!\S)--([a-z][a-z0-9.-]*)", in_code_font))
+    for option in options - {"help", "dry-run", "save", "config"}:
         names = [name.removeprefix("no-").replace("-", "_") for name in option.split(".")]
         assert set(names) - {"section", "field", "base"} <= field_names(), f"{page} shows --{option}"
 

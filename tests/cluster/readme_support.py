@@ -80,10 +80,9 @@ def recipe(target: str) -> list[str]:
     The variables that a line sets for its program are removed.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    shown = subprocess.run(
-        ["make", "--dry-run", "--always-make", target], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-    )  # fmt: skip
-    return re.findall(r"^(?:[A-Z_]+=\S+ )*(\.venv/bin/\S+ (?!-m (?:pip|venv) ).*)$", shown.stdout, re.MULTILINE)
+    command = ["make", "--dry-run", "--always-make", target]
+    shown = subprocess.check_output(command, cwd=ROOT, env=environment, text=True)
+    return re.findall(r"^(?:[A-Z_]+=\S+ )*(\.venv/bin/\S+ (?!-m (?:pip|venv) ).*)$", shown, re.MULTILINE)
 
 
 def run_line(line: str, *options: str) -> None:
@@ -114,13 +113,9 @@ def write_task(directory: Path) -> Path:
 
 
 def run_notebook(name: str, home: Path, options: Mapping[str, Sequence[str]]) -> str:
-    """Execute all cells of a notebook in a kernel of its own, and return what they printed and displayed as text, without
-    warnings and progress on standard error.
+    """Execute a notebook of docs/ in the directory of the README's reader, and return what it printed and displayed as text.
 
-    Args:
-        name: file in docs/.
-        home: directory of the README's reader, whose `.venv` becomes this environment.
-        options: maps the pattern of a line `jobs.JOB …` to what is added at its end; every command must match one.
+    `options` maps the pattern of a line `jobs.JOB …` to what is added at its end; every command must match one.
     """
     import nbformat
     from nbclient import NotebookClient
@@ -135,13 +130,6 @@ def run_notebook(name: str, home: Path, options: Mapping[str, Sequence[str]]) ->
             cell.source = cell.source.replace(line, " ".join([line, *added]))
     NotebookClient(notebook, timeout=900, kernel_name="python3", resources={"metadata": {"path": str(home)}}).execute()
     outputs = [
-        output
-        for cell in notebook.cells
-        if cell.cell_type == "code"
-        for output in cell.outputs
-        if output.get("name") != "stderr"
+        output for cell in notebook.cells for output in cell.get("outputs", ()) if output.get("name") != "stderr"
     ]
-    return "".join(
-        output.text if output.output_type == "stream" else f"{output.get('data', {}).get('text/plain', '')}\n"
-        for output in outputs
-    )
+    return "".join(output.get("text") or f"{output.get('data', {}).get('text/plain', '')}\n" for output in outputs)
