@@ -1,9 +1,7 @@
 """Provide an S3 server on loopback to tests and benchmarks: moto, which is slow, fails and counts as it is told.
 
-    python tests/cluster/s3_support.py PORT
-
-runs it; `run_object_store` does so in a process of its own, so that it takes no computing time from the process that reads.
-This module imports nothing of the project, so that what imports it starts quickly and sets no other library up.
+It runs in a process of its own (`run_object_store`), so that it takes no computing time from the one that reads, and imports
+nothing of the project, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import urllib.request
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -30,13 +28,10 @@ from server_support import free_port, run_server
 
 CONTROL = "/.control"
 CHUNK_BYTES = 2**18
-# moto accepts any keys, and keeps the objects of all of them together.
+# moto accepts any keys, and keeps the objects of all of them together. With these variables the library of AWS looks for
+# keys neither in files nor at a server of its own.
 _KEY, _REGION = "testing", "us-east-1"
-# With these, the library of AWS looks for keys neither in files nor at a server of its own.
 _KEYS = {"AWS_ACCESS_KEY_ID": _KEY, "AWS_SECRET_ACCESS_KEY": _KEY, "AWS_DEFAULT_REGION": _REGION}
-
-Answer = tuple[int, list[tuple[str, str]], bytes]
-"""Status, headers and content."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +49,7 @@ class Behaviour:
     gone: str = ""
     """Requests for paths that contain this are answered with 404 NoSuchKey."""
     remembers: bool = False
-    """Whether the answers to requests for data are kept in memory, so that moto takes no computing time from a benchmark.
-    Nothing may be written meanwhile."""
+    """Whether answers to requests for data are kept, so that moto takes no time from a benchmark; nothing may be written."""
     refuses_writes: bool = False
     """Whether everything but reading is answered with 403 AccessDenied, as a bucket that is read-only does."""
     needs_keys: bool = False
@@ -72,8 +66,8 @@ class Counts:
     """Bytes of the answers to these."""
     num_failed: int = 0
     """Requests that failed because they were told to."""
-    ranges: dict[str, list[str]] = field(default_factory=dict)
-    """The ranges that were answered, by path."""
+    reads: dict[str, int] = field(default_factory=dict)
+    """Number of answered requests by path."""
 
 
 class Server(ThreadingHTTPServer):
@@ -84,33 +78,30 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, port: int) -> None:
         from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+        from werkzeug.test import Client
 
         super().__init__(("127.0.0.1", port), Handler)
-        self.moto = DomainDispatcherApplication(create_backend_app)
-        self.behaviour, self.counts = Behaviour(), Counts()
-        self.rng = random.Random(0)
-        self.memory: dict[tuple[str, str], Answer] = {}
-        self.lock = threading.Lock()
-        self.free_at = 0.0
+        self.moto = Client(DomainDispatcherApplication(create_backend_app), use_cookies=False)
+        self.behaviour, self.counts, self.rng = Behaviour(), Counts(), random.Random(0)
+        self.memory: dict[tuple[str, str], tuple[int, dict[str, str], bytes]] = {}
+        self.lock, self.free_at = threading.Lock(), 0.0
 
     def control(self, values: dict[str, Any]) -> dict[str, Any]:
         """Change the behaviour, if values are given, and return the counts; changing begins to count anew."""
         with self.lock:
             counts = asdict(self.counts)
             if values:
-                self.behaviour, self.counts = replace(Behaviour(), **values), Counts()
+                self.behaviour, self.counts = Behaviour(**values), Counts()
                 self.rng = random.Random(self.behaviour.seed)
             return counts
 
     def wait_for_bandwidth(self, num_bytes: int) -> None:
         """Wait until so many more bytes fit through the line, which all answers share."""
-        if not self.behaviour.bytes_per_second:
-            return
-        with self.lock:
-            now = time.monotonic()
-            self.free_at = max(self.free_at, now) + num_bytes / self.behaviour.bytes_per_second
-            wait = self.free_at - now
-        time.sleep(wait)
+        if self.behaviour.bytes_per_second:
+            with self.lock:
+                self.free_at = max(self.free_at, time.monotonic()) + num_bytes / self.behaviour.bytes_per_second
+                wait = self.free_at - time.monotonic()
+            time.sleep(max(0.0, wait))
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -130,14 +121,14 @@ class Handler(BaseHTTPRequestHandler):
         behaviour = self.server.behaviour
         time.sleep(behaviour.latency)
         is_data = self.command == "GET" and "list-type" not in self.path and self.path.count("/") > 1
-        failure = ""
+        is_write, failure = self.command not in ("GET", "HEAD"), ""
         with self.server.lock:
             if is_data and self.server.rng.random() < behaviour.share_failing:
                 failure = ("503", "reset", "cut")[self.server.counts.num_failed % 3]
                 self.server.counts.num_failed += 1
         if behaviour.gone and behaviour.gone in self.path:
             self.refuse(404, "NoSuchKey")
-        elif self.denies(behaviour):
+        elif (behaviour.refuses_writes and is_write) or (behaviour.needs_keys and "Authorization" not in self.headers):
             self.refuse(403, "AccessDenied")
         elif failure == "503":
             self.refuse(503, "SlowDown")
@@ -147,11 +138,6 @@ class Handler(BaseHTTPRequestHandler):
             self.pass_on(body, is_data=is_data, is_cut=failure == "cut")
 
     do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
-
-    def denies(self, behaviour: Behaviour) -> bool:
-        """Return whether the request needs rights that the bucket does not grant."""
-        is_write = self.command not in ("GET", "HEAD")
-        return (behaviour.refuses_writes and is_write) or (behaviour.needs_keys and "Authorization" not in self.headers)
 
     def body(self) -> bytes:
         if "chunked" not in self.headers.get("Transfer-Encoding", ""):
@@ -166,52 +152,41 @@ class Handler(BaseHTTPRequestHandler):
         return b"".join(parts)
 
     def pass_on(self, body: bytes, *, is_data: bool, is_cut: bool) -> None:
-        known = (self.path, self.headers.get("Range", ""))
+        key = (self.path, self.headers.get("Range", ""))
         remembers = is_data and self.server.behaviour.remembers
-        answer = self.server.memory.get(known) if remembers else None
-        status, headers, content = answer = answer or self.ask(body)
+        answer = (remembers and self.server.memory.get(key)) or self.ask(body)
         if remembers:
-            self.server.memory[known] = answer
+            self.server.memory[key] = answer
+        status, headers, content = answer
         self.send_response_only(status)
-        for name, value in headers:
+        for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
-        if is_data and not is_cut and status in (200, 206):
-            with self.server.lock:
-                counts = self.server.counts
-                counts.num_gets += 1
-                counts.num_bytes += len(content)
-                counts.ranges.setdefault(known[0].split("?")[0], []).append(known[1])
         if is_cut:
             self.wfile.write(content[: len(content) // 2])
             self.reset()
             return
+        if is_data and status in (200, 206):
+            with self.server.lock:
+                counts, path = self.server.counts, self.path.split("?")[0]
+                counts.num_gets += 1
+                counts.num_bytes += len(content)
+                counts.reads[path] = counts.reads.get(path, 0) + 1
         view = memoryview(content)
         for at in range(0, len(view), CHUNK_BYTES):
             part = view[at : at + CHUNK_BYTES]
             self.server.wait_for_bandwidth(len(part))
             self.wfile.write(part)
 
-    def ask(self, body: bytes) -> Answer:
-        """Return moto's answer."""
-        from werkzeug.test import EnvironBuilder, run_wsgi_app
-
-        request = EnvironBuilder(
-            self.path,
-            f"http://{self.headers['Host']}",
-            method=self.command,
-            headers=list(self.headers.items()),
-            data=body,
-        )
-        content, status, headers = run_wsgi_app(self.server.moto, request.get_environ(), buffered=True)
-        read = b"" if self.command == "HEAD" else b"".join(content)
-        kept = [
-            (name, value) for name, value in headers.items() if name.lower() not in ("connection", "content-length")
-        ]
-        if not status.startswith("204"):
-            length = headers.get("Content-Length", "0") if self.command == "HEAD" else str(len(read))
-            kept.append(("Content-Length", length))
-        return int(status.split()[0]), kept, read
+    def ask(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        """Return the status, the headers and the content of moto's answer."""
+        url, headers = f"http://{self.headers['Host']}", list(self.headers.items())
+        answer = self.server.moto.open(self.path, url, method=self.command, headers=headers, data=body)
+        answer.headers.remove("Connection")
+        if self.command == "HEAD" or answer.status_code == 204:
+            return answer.status_code, dict(answer.headers), b""
+        answer.headers["Content-Length"] = str(len(answer.get_data()))
+        return answer.status_code, dict(answer.headers), answer.get_data()
 
     def refuse(self, status: int, code: str) -> None:
         self.send_whole(status, f"<?xml version='1.0'?><Error><Code>{code}</Code><Message/></Error>".encode())
@@ -245,16 +220,15 @@ class ObjectStore:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables with which pyarrow and other clients find the server."""
+        """Environment variables with which clients find the server."""
         return _KEYS | {"AWS_ENDPOINT_URL": self.endpoint}
 
     @property
     def filesystem(self) -> fs.S3FileSystem:
         """The server's filesystem, whatever the environment is."""
-        return fs.S3FileSystem(
-            access_key=_KEY, secret_key=_KEY, region=_REGION, scheme="http",
-            endpoint_override=f"127.0.0.1:{self.port}", allow_bucket_creation=True,
-        )  # fmt: skip
+        keys = {"access_key": _KEY, "secret_key": _KEY, "region": _REGION}
+        place = {"scheme": "http", "endpoint_override": f"127.0.0.1:{self.port}"}
+        return fs.S3FileSystem(**keys, **place, allow_bucket_creation=True)
 
     def create_bucket(self) -> str:
         """Create a bucket and return its name."""
@@ -266,12 +240,6 @@ class ObjectStore:
         """Copy the files of a local directory to `bucket/prefix`."""
         fs.copy_files(str(directory), to, destination_filesystem=self.filesystem)
 
-    def download(self, path: str, to: Path) -> Path:
-        """Copy what lies at `bucket/prefix` to a local directory, and return it."""
-        to.mkdir(parents=True)
-        fs.copy_files(path, str(to), source_filesystem=self.filesystem)
-        return to
-
     def behave(self, **values: Any) -> None:
         """Change the behaviour (`Behaviour`) and begin to count anew."""
         self._control(asdict(Behaviour(**values)))
@@ -282,7 +250,7 @@ class ObjectStore:
 
     def num_reads(self, path: str) -> int:
         """Return how often the content of `bucket/key` was asked for since the last change of behaviour."""
-        return len(self.counts().ranges.get(f"/{path}", ()))
+        return self.counts().reads.get(f"/{path}", 0)
 
     def _control(self, values: dict[str, Any]) -> dict[str, Any]:
         request = urllib.request.Request(f"{self.endpoint}{CONTROL}", json.dumps(values).encode(), method="POST")
