@@ -5,8 +5,7 @@
 The `dense` forms hold matrices of B × B and let autograd differentiate, as the public implementations do; they mask
 only the diagonal. The form `ours` is `tempnet.contrastive.losses`, masks and state included. NT-Xent, the loss of
 sentences (`tempnet.contrastive.unimodal`), stands beside pytorch-metric-learning. Memory is the growth of the peak
-resident size over that at the start of the step, with each form in its own process. Finally, it prints the size of the
-global losses' state on every rank.
+resident size over that at the start of the step, with each form in its own process.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from jobs.studies.reproduction.direct import time_in_turn
 from tempnet import TempNet, TempNetConfig
 from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.contrastive.losses import ContrastiveLoss
-from tempnet.contrastive.state import SampleState, World
+from tempnet.contrastive.state import SampleState
 from tempnet.contrastive.unimodal import UnimodalLoss
 
 NAMES = ("clip", "cyclip", "sogclr", "isogclr", "tempnet", "temperature_free")
@@ -53,8 +52,6 @@ class Arguments:
     tile_size: int = 512
     num_threads: int = 2
     num_rounds: int = 5
-    time: bool = True
-    """Whether to measure time; off: memory only."""
     library_pairs: tuple[int, ...] = (64, 128)
     """Numbers of pairs of NT-Xent; pytorch-metric-learning holds a row for every pair, and takes many GB at 512."""
 
@@ -123,24 +120,17 @@ def make_step(name: str, form: str, arguments: Arguments, batch_size: int) -> Ca
     if config.kind.temperature == "tempnet":
         networks = [TempNet(TempNetConfig.for_embeddings(size, rho=4.0)) for _ in range(2)]
         leaves += [parameter for network in networks for parameter in network.parameters()]
-    if form == "dense":
-        dense = DenseLoss(config, networks, 2 * batch_size)
-        leaves.append(dense.log_tau)
-
-        def loss() -> Tensor:
-            return dense(image, text, ids)
-    else:
-        state = SampleState(2 * batch_size, config.state_columns) if config.state_columns else None
-        image_tempnet, text_tempnet = networks or (None, None)
-        ours = ContrastiveLoss(config, image_tempnet=image_tempnet, text_tempnet=text_tempnet, state=state)
-
-        def loss() -> Tensor:
-            return ours(image, text, ids, ids, gamma=GAMMA)["loss"]
+    dense = DenseLoss(config, networks, 2 * batch_size)
+    leaves.append(dense.log_tau)
+    state = SampleState(2 * batch_size, config.state_columns) if config.state_columns else None
+    image_tempnet, text_tempnet = networks or (None, None)
+    ours = ContrastiveLoss(config, image_tempnet=image_tempnet, text_tempnet=text_tempnet, state=state)
 
     def run() -> None:
         for leaf in leaves:
             leaf.grad = None
-        loss().backward()
+        loss = dense(image, text, ids) if form == "dense" else ours(image, text, ids, ids, gamma=GAMMA)["loss"]
+        loss.backward()
 
     return run
 
@@ -178,23 +168,9 @@ def compare(
     """Return time and memory of the last of two forms beside those of the first, as cells of a table."""
     memory = [in_new_process(memory_of, make, form, arguments, size, environment=RETURN_FREED_MEMORY) for form in forms]
     cells = [*(f"{mib:.0f}" for mib in memory), f"{memory[-1] / memory[0]:.3f}"]
-    if not arguments.time:
-        return ["", "", "", *cells]
     steps = {form[-1]: make(*form, arguments, size) for form in forms}
     base, own = time_in_turn(steps, arguments.num_rounds).values()
     return [*(f"{statistics.median(values):.4f}" for values in (base, own)), spread(ratios(own, base)), *cells]
-
-
-def print_state() -> None:
-    """Print the size of the per-sample state on every rank, for the losses that have one."""
-    rows = []
-    for name in ("sogclr", "tempnet", "isogclr", "sogclr_given"):
-        columns = ContrastiveLossConfig.for_name(name).state_columns
-        for num_samples in (2_900_000, 12_000_000):
-            worlds = World(0, 1), World(0, 8)
-            sizes = [SampleState(num_samples, columns, world=world).bytes_per_rank / 1e6 for world in worlds]
-            rows.append([name, f"{num_samples:,}", *(f"{size:.1f}" for size in sizes)])
-    print_table(["state per rank, MB", "samples", "W = 1", "W = 8"], rows)
 
 
 def main(arguments: Arguments) -> None:
@@ -212,7 +188,6 @@ def main(arguments: Arguments) -> None:
         for size in arguments.library_pairs
     ]
     print_table(["NT-Xent, base: pytorch-metric-learning", *columns], rows)
-    print_state()
 
 
 if __name__ == "__main__":

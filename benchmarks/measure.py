@@ -1,8 +1,4 @@
-"""What all benchmarks share: ratios within a round, memory in a process of its own, jobs, and tables.
-
-The speed of a shared machine varies by a factor of two from minute to minute. So every round times each form once, in
-turn (`jobs.studies.reproduction.direct.time_in_turn`), and a ratio is taken between two times of the same round.
-"""
+"""What all benchmarks share: ratios within a round (README.md says why), memory in a process of its own, jobs, tables."""
 
 from __future__ import annotations
 
@@ -19,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 from jobs.engine.metrics import TrackedRun, metric_history
 from jobs.engine.report import markdown_table
@@ -54,14 +51,9 @@ def print_setting(arguments: Any, *packages: str) -> None:
 
 def in_new_process(run: Callable[..., Value], *arguments: Any, environment: Mapping[str, str] | None = None) -> Value:
     """Return what a function of a module returns in a new process, which begins with these environment variables."""
-    before = dict(os.environ)
-    os.environ.update(environment or {})
-    try:
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            return pool.submit(run, *arguments).result()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    context = multiprocessing.get_context("spawn")
+    with patch.dict(os.environ, environment or {}), ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(run, *arguments).result()
 
 
 # Freed memory goes back to the system at once, so that the peak counts tensors and not what malloc keeps.

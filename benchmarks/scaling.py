@@ -3,9 +3,8 @@
     .venv/bin/python -m benchmarks.scaling [--num-steps 120] [--num-rounds 3]
 
 `gpt2-scratch-small` on the sample data, with the command that a person types and the same global batch. Every round runs one
-worker and then two. Speeds are medians of the tokens/s that MLflow holds for every 20 steps, without the first of them.
-Beside it stands what two cores of the machine give at all: the same training step, in plain
-PyTorch, in two processes that have nothing to do with each other, each with half of the batch, against one process.
+worker and then two. Beside it stands what two cores of the machine give at all: the same training step, in plain PyTorch,
+in two processes that have nothing to do with each other, each with half of the batch, against one process.
 """
 
 from __future__ import annotations
@@ -37,11 +36,7 @@ class Arguments:
     """What to measure."""
 
     num_steps: int = 120
-    """Number of steps of each run."""
     num_rounds: int = 3
-    """Number of rounds."""
-    precision: str = "fp32"
-    """Precision of both runs."""
 
 
 def run(num_workers: int, storage: Path, name: str, arguments: Arguments) -> tuple[float, float]:
@@ -49,7 +44,7 @@ def run(num_workers: int, storage: Path, name: str, arguments: Arguments) -> tup
     outcome = run_train_lm(
         storage, name, f"--run.num-steps={arguments.num_steps}", "--run.log-every=20", "--run.checkpoint-every=1000000",
         "--validation.every=1000000", f"--workers.num-workers={num_workers}", "--workers.num-threads=1",
-        f"--workers.precision={arguments.precision}",
+        "--workers.precision=fp32",
     )  # fmt: skip
     return tokens_per_second(outcome), outcome["data_wait_share"]
 

@@ -3,9 +3,8 @@
     .venv/bin/python -m benchmarks.serving [--batch-size 256] [--num-rounds 10]
 
 Times `BatchTemperatures.divide` for TempNets that read logits, hidden states or both, in the shape of a model of 7 billion
-parameters; in the same rounds, the products of one of its 32 layers, 32 times which a step takes at least, and one softmax
-with a draw. A GPU is bound by the bytes that a step reads instead: those are computed, for three models, of weights in
-bfloat16, without key-value cache and with one of 512 tokens a sequence, beside TempNet's matrices and float32 logits.
+parameters; in the same rounds, the products of one of its 32 layers, and one softmax with a draw. A GPU is bound by the
+bytes that a step reads: those are computed for three models, in bfloat16, beside TempNet's matrices and float32 logits.
 """
 
 from __future__ import annotations

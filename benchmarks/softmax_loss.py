@@ -42,10 +42,6 @@ class Arguments:
     vocab_size: int = 32_000
     num_threads: int = 2
     num_rounds: int = 7
-    peers: bool = True
-    """Whether to measure the peers, too."""
-    time: bool = True
-    """Whether to measure time; off: memory only."""
 
 
 def fused_losses(device: str) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
@@ -105,9 +101,8 @@ def make_forms(arguments: Arguments, num_tokens: int) -> dict[str, Callable[[], 
             lambda: linear_language_model_loss(hidden, weight, targets, dro, network).loss
         ),
     }
-    if arguments.peers:
-        for name, fused in fused_losses("cpu").items():
-            forms[name] = step(partial(lambda fused: fused(hidden / tau.unsqueeze(-1), weight, targets), fused))
+    for name, fused in fused_losses("cpu").items():
+        forms[name] = step(partial(lambda fused: fused(hidden / tau.unsqueeze(-1), weight, targets), fused))
     return forms
 
 
@@ -115,8 +110,7 @@ def memory_of(name: str, arguments: Arguments, num_tokens: int) -> float:
     """Return the memory of one form in MiB."""
     torch.set_num_threads(arguments.num_threads)
     run = make_forms(arguments, num_tokens)[name]
-    if arguments.peers:
-        run()  # the first call of some peers compiles, which is not to be measured
+    run()  # the first call of some peers compiles, which is not to be measured
     return measure_peak_growth(run)
 
 
@@ -124,15 +118,13 @@ def measure(arguments: Arguments, num_tokens: int) -> None:
     """Measure one number of tokens and print its table."""
     forms = make_forms(arguments, num_tokens)
     names = list(forms)
-    seconds = time_in_turn(forms, arguments.num_rounds) if arguments.time else {}
+    seconds = time_in_turn(forms, arguments.num_rounds)
     forms.clear()  # free their tensors before the memory of others is measured
     memory = {name: in_new_process(memory_of, name, arguments, num_tokens) for name in names}
     rows = []
     for name in names:
-        times = [""] * 3
-        if arguments.time:
-            medians = [statistics.median(ratios(seconds[name], seconds[base])) for base in (EAGER, CHUNKED)]
-            times = [f"{value:.3f}" for value in (statistics.median(seconds[name]), *medians)]
+        medians = [statistics.median(ratios(seconds[name], seconds[base])) for base in (EAGER, CHUNKED)]
+        times = [f"{value:.3f}" for value in (statistics.median(seconds[name]), *medians)]
         rows.append([name, *times, f"{memory[name]:.0f}", f"{memory[name] / memory[EAGER]:.2f}"])
     print_table([f"N = {num_tokens}", "seconds", "/ eager", "/ chunked", "MiB", "/ eager"], rows)
 

@@ -2,11 +2,10 @@
 
     .venv/bin/python -m benchmarks.train_lm [--num-steps 100] [--num-rounds 3]
 
-All variants have the same model, batch, dtype and number of threads. Every round runs, one after the other, (a) a bare
-single-process loop, (b) the same loop with the job's statistics at the same steps, (c) the same with DeepSpeed instead
-of a bare optimizer, (d) the job: Ray Data, Ray Train, DeepSpeed, MLflow. Two peers train the same GPT-2 on the same blocks
-by cross-entropy, without a TempNet and without keeping documents apart: (e) a loop as nanoGPT's, (f) Transformers' Trainer.
-Speeds are medians over intervals of `log_every` steps, without the first interval.
+All variants have the same model, batch, dtype and number of threads. Every round runs, one after the other, a bare
+single-process loop, the job (Ray Data, Ray Train, DeepSpeed, MLflow), and two peers that train the same GPT-2 on the same
+blocks by cross-entropy, without a TempNet and without keeping documents apart: a loop as nanoGPT's, and Transformers'
+Trainer. Speeds are medians over intervals of `log_every` steps, without the first interval.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.presets.language_models import PRESETS
 
 LOG_EVERY = 20
-LOOPS = ("bare", "bare + statistics", "DeepSpeed + statistics")
 PEERS = ("nanoGPT's loop, cross-entropy", "Transformers' Trainer, cross-entropy")
 
 
@@ -47,14 +45,14 @@ class Arguments:
             )
 
 
-def run_job(arguments: Arguments, storage: Path, name: str) -> tuple[float, float]:
-    """Run the job itself; return tokens a second and the share of the time spent waiting for data."""
+def run_job(arguments: Arguments, storage: Path, name: str) -> float:
+    """Run the job itself, and return its tokens a second."""
     outcome = run_train_lm(
         storage, name, f"--run.num-steps={arguments.num_steps}", f"--run.log-every={LOG_EVERY}",
         "--run.checkpoint-every=1000000", "--workers.num-workers=1", f"--workers.num-threads={arguments.num_threads}",
         "--validation.every=1000000", "--validation.num-blocks=16", "--validation.num-oracle-tokens=256",
     )  # fmt: skip
-    return tokens_per_second(outcome), outcome["data_wait_share"]
+    return tokens_per_second(outcome)
 
 
 def make_config(arguments: Arguments, storage: Path) -> LanguageModelConfig:
@@ -145,11 +143,9 @@ def run_peer(config: LanguageModelConfig, name: str) -> float:
     return pace.median()
 
 
-def run_loop(config: LanguageModelConfig, variant: str) -> float:
-    """Return the tokens a second of a loop in this process; the blocks are read into memory beforehand."""
-    import torch.distributed as dist
-
-    from jobs.engine.deepspeed_engine import decay_with_warmup, start_engine
+def run_loop(config: LanguageModelConfig) -> float:
+    """Return the tokens a second of a bare loop in this process; the blocks are read into memory beforehand."""
+    from jobs.engine.deepspeed_engine import decay_with_warmup
     from jobs.engine.task import with_and_without_decay
     from jobs.tasks.base import base_and_tempnet_groups
     from jobs.tasks.language_model.models import build_model
@@ -160,29 +156,17 @@ def run_loop(config: LanguageModelConfig, variant: str) -> float:
     size, blocks = config.optimizer.batch_size, read_blocks(config)
     module = build_model(config, load_tokenizer(config.tokenizer))
     groups = base_and_tempnet_groups([module.base], [module.tempnet], config.optimizer)
-    if variant.startswith("DeepSpeed"):
-        dist.init_process_group("gloo", init_method="tcp://127.0.0.1:29571", rank=0, world_size=1)
-        engine = start_engine(module, [(groups, config)], config)
-    else:
-        optimizer = torch.optim.AdamW(with_and_without_decay(groups, config.optimizer.weight_decay), betas=(0.9, 0.95))
-        factor = decay_with_warmup(config.run.num_steps, warmup_share=config.optimizer.warmup_share)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [factor] * len(optimizer.param_groups))
+    optimizer = torch.optim.AdamW(with_and_without_decay(groups, config.optimizer.weight_decay), betas=(0.9, 0.95))
+    factor = decay_with_warmup(config.run.num_steps, warmup_share=config.optimizer.warmup_share)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [factor] * len(optimizer.param_groups))
     pace = Pace(config)
     for step in range(1, config.run.num_steps + 1):
         batch = {name: value[(step - 1) * size : step * size] for name, value in blocks.items()}
-        tensors = to_tensors(batch, torch.device("cpu"))
-        with_statistics = "statistics" in variant and step % LOG_EVERY == 0
-        if variant.startswith("DeepSpeed"):
-            output = engine(**tensors, with_statistics=with_statistics)
-            engine.backward(output["loss"])
-            engine.step()
-        else:
-            output = module(**tensors, with_statistics=with_statistics)
-            output["loss"].backward()
-            torch.nn.utils.clip_grad_norm_(module.parameters(), config.optimizer.max_grad_norm)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
+        module(**to_tensors(batch, torch.device("cpu")))["loss"].backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), config.optimizer.max_grad_norm)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
         pace.count(step)
     return pace.median()
 
@@ -191,25 +175,23 @@ def main(arguments: Arguments) -> None:
     """Run all rounds and print the results."""
     print_setting(arguments, "torch", "ray", "deepspeed")
     rounds: list[dict[str, float]] = []
-    waits = []
     with tempfile.TemporaryDirectory() as directory:
         storage = Path(directory)
         # This prepares the data, and compiles what is compiled only once.
         run_job(replace(arguments, num_steps=2 * LOG_EVERY), storage, "first")
         config = make_config(arguments, storage)
         for number in range(arguments.num_rounds):
-            one_process = {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
-            speeds = {form: in_new_process(run_loop, config, form, environment=one_process) for form in LOOPS}
-            speeds["job"], wait = run_job(arguments, storage, f"round-{number}")
+            speeds = {
+                "bare": in_new_process(run_loop, config, environment={"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"})
+            }
+            speeds["job"] = run_job(arguments, storage, f"round-{number}")
             speeds |= {name: in_new_process(run_peer, config, name) for name in PEERS}
             rounds.append(speeds)
-            waits.append(wait)
             print(
-                f"round {number + 1}: {', '.join(f'{name} {speed:,.0f}' for name, speed in speeds.items())}", flush=True
+                f"round {number + 1}:", ", ".join(f"{name} {speed:,.0f}" for name, speed in speeds.items()), flush=True
             )
     rows = [[name, spread([speeds[name] / speeds["bare"] for speeds in rounds])] for name in rounds[0]]
     print_table(["tokens a second", "of bare"], rows)
-    print(f"job: data-wait share {statistics.median(waits):.2%}")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@
     .venv/bin/python -m benchmarks.train_step [--batch-size 8] [--sequence-length 256] [--precision bf16]
 
 The shape is that of `train_lm gpt2-scratch` (12 layers, width 768, 50 257 tokens padded to 50 304, d1 = d2 = 256), with
-random weights and tokens. A step is forward, backward, clipping and AdamW. The `materialized` forms compute all logits,
-as the papers' code does.
+random weights and tokens. A step is forward, backward, clipping and AdamW.
 
     .venv/bin/python -m benchmarks.train_step --gpu-check      (`make gpu-check`)
 
@@ -18,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,13 +35,8 @@ from tempnet.models.packing import FLASH, FLEX
 from tempnet.softmax.config import TemperatureLossConfig
 
 VOCAB_SIZE, NUM_LOGITS = 50_257, 50_304
-# Loss, and whether all logits are computed, by form.
-FORMS = {
-    "ce": ("ce", False),
-    "dro + TempNet": ("dro", False),
-    "ce, materialized": ("ce", True),
-    "dro + TempNet, materialized": ("dro", True),
-}
+FORMS = {"ce": "ce", "dro + TempNet": "dro"}
+"""Name of a form → loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +51,6 @@ class Arguments:
     num_threads: int = 2
     num_rounds: int = 5
     rho: float = 7.0
-    forms: tuple[str, ...] = ("ce", "dro + TempNet")
-    """Forms to measure: ce; dro + TempNet; and either with `, materialized`."""
     gpu_check: bool = False
     """Measure both losses on a GPU at 32 × 1 024 tokens, eager and compiled, with a dense mask and with FlexAttention."""
 
@@ -69,7 +60,7 @@ def make_module(
 ) -> tuple[TemperatureCausalLM, tuple[Tensor, Tensor, Tensor]]:
     """Return the model of a form, and a batch: tokens, positions and targets (B, T)."""
     torch.manual_seed(0)
-    loss, materialize = FORMS[name]
+    loss = FORMS[name]
     config = AutoConfig.for_model(
         "gpt2", vocab_size=NUM_LOGITS, num_hidden_layers=arguments.num_layers, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
     )
@@ -80,7 +71,6 @@ def make_module(
         TemperatureLossConfig(name=loss, rho=arguments.rho),
         vocab_size=VOCAB_SIZE,
         autocast_dtype=torch.bfloat16 if arguments.precision == "bf16" else None,
-        materialize=materialize,
     )
     shape = (arguments.batch_size, arguments.sequence_length)
     ids, targets = torch.randint(VOCAB_SIZE, (2, *shape))
@@ -90,12 +80,6 @@ def make_module(
     # A document begins at every 300th token or so, in other places in every row.
     starts = (torch.rand(shape) < 1 / 300).long() * places
     return module, (ids, places - starts.cummax(-1).values, targets)
-
-
-def make_step(name: str, arguments: Arguments) -> Callable[[], None]:
-    """Return a function that does one optimizer step of a form."""
-    module, batch = make_module(name, arguments, arguments.attention)
-    return training_step(module, *batch)
 
 
 def gpu_check(arguments: Arguments) -> None:
@@ -113,7 +97,7 @@ def gpu_check(arguments: Arguments) -> None:
         attention, kinds = masks[mask], [mask, "compiled" if compiled else "eager"]
         rows += measure_forms(arguments, attention, kinds, device, peak)
         torch.cuda.empty_cache()
-    print_table(["loss", "mask", "blocks", "tokens/s", "MFU at 6N", f"of {arguments.forms[0]}", "first loss"], rows)
+    print_table(["loss", "mask", "blocks", "tokens/s", "MFU at 6N", "of ce", "first loss"], rows)
 
 
 def measure_forms(
@@ -122,7 +106,7 @@ def measure_forms(
     """Return a row of the table for every form, measured in turn with one kind of mask and of blocks."""
     losses: dict[str, float] = {}
     steps = {}
-    for name in arguments.forms:
+    for name in FORMS:
         module, batch = make_module(name, arguments, attention)
         module.to(device)
         if "compiled" in kinds:
@@ -137,7 +121,7 @@ def measure_forms(
     for name, values in seconds.items():
         speed = arguments.batch_size * arguments.sequence_length / statistics.median(values)
         used = f"{6 * num_base * speed / peak:.1%}" if peak else "unknown"
-        ratio = spread(ratios(values, seconds[arguments.forms[0]]))
+        ratio = spread(ratios(values, seconds["ce"]))
         rows.append([name, *kinds, f"{speed:,.0f}", used, ratio, f"{losses[name]:.4f}"])
     return rows
 
@@ -149,12 +133,13 @@ def main(arguments: Arguments) -> None:
         return
     torch.set_num_threads(arguments.num_threads)
     print_setting(arguments, "torch", "transformers")
-    seconds = time_in_turn({name: make_step(name, arguments) for name in arguments.forms}, arguments.num_rounds)
-    first = seconds[arguments.forms[0]]
-    rows = [
-        [name, f"{statistics.median(values):.2f}", spread(ratios(values, first))] for name, values in seconds.items()
-    ]
-    print_table([f"width 768, V {VOCAB_SIZE}", "s", f"of {arguments.forms[0]}"], rows)
+    steps = {}
+    for name in FORMS:
+        module, batch = make_module(name, arguments, arguments.attention)
+        steps[name] = training_step(module, *batch)
+    seconds = time_in_turn(steps, arguments.num_rounds)
+    rows = [[name, f"{statistics.median(of):.2f}", spread(ratios(of, seconds["ce"]))] for name, of in seconds.items()]
+    print_table([f"width 768, V {VOCAB_SIZE}", "s", "of ce"], rows)
 
 
 if __name__ == "__main__":
