@@ -3,9 +3,8 @@
     .venv/bin/python -m benchmarks.band_search [--num-worlds 300] [--kinds far rising]
 
 The search and its stopping rules are the product's own. A world says how a trial at a point would go, mean temperature and
-loss at every validation, as a pure function of its seed and of the point. Worlds are drawn; their slopes, curvature, noise
-and turns lie in the ranges that were measured. The budget is four whole trials, a quarter of a 4 × 4 grid. Intervals are
-bootstrapped over worlds, 95 %.
+loss at every validation, as a pure function of its seed and of the point. Slopes, curvature, noise and turns lie in the
+ranges that were measured. The budget is four whole trials, a quarter of a 4 × 4 grid.
 """
 
 from __future__ import annotations
@@ -80,15 +79,12 @@ class World:
             )
         return validations
 
-    def grid(self) -> list[tuple[float, float]]:
-        """Return (mean temperature, loss) at the end of every trial of the grid that does not fail."""
-        points = itertools.product(*self.axes.values())
-        courses = [self.train({AXIS: value, RATE: rate}) for value, rate in points]
-        return [(course[-1].scores["tau_mean"], course[-1].scores["cross_entropy_tau"]) for course in courses if course]
-
     def best_in_grid(self) -> float:
         """Return the lowest loss of the grid in the band; NaN if no trial of the grid lies in it."""
-        return min((loss for tau, loss in self.grid() if self.band[0] <= tau <= self.band[1]), default=math.nan)
+        courses = [self.train({AXIS: value, RATE: rate}) for value, rate in itertools.product(*self.axes.values())]
+        ends = [course[-1].scores for course in courses if course]
+        inside = [scores for scores in ends if self.band[0] <= scores["tau_mean"] <= self.band[1]]
+        return min((scores["cross_entropy_tau"] for scores in inside), default=math.nan)
 
 
 def draw_worlds(kind: str, num_worlds: int) -> list[World]:
@@ -153,7 +149,6 @@ class Arguments:
     num_worlds: int = 300
     """Number of worlds of each kind."""
     kinds: tuple[str, ...] = KINDS
-    """Kinds of worlds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
