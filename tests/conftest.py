@@ -77,13 +77,12 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def wordpiece(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train a WordPiece tokenizer for encoders on the corpus, and return its directory."""
-    from pipelines.archives import list_archives
-    from pipelines.text.reading import Document, read_documents
+    from support import corpus_lines
+
     from pipelines.text.tokenization import train_wordpiece
 
-    source, directory = str(corpus / "train"), tmp_path_factory.mktemp("wordpiece")
-    documents = (item for archive in list_archives(source) for item in read_documents(source, archive))
-    train_wordpiece((item.text for item in documents if isinstance(item, Document)), 400).save_pretrained(directory)
+    directory = tmp_path_factory.mktemp("wordpiece")
+    train_wordpiece((json.loads(line)["text"] for line in corpus_lines(corpus)), 400).save_pretrained(directory)
     return directory
 
 

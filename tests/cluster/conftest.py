@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +12,8 @@ import pytest
 import ray
 from readme_support import recipe, run_line
 from s3_support import ObjectStore
-from server_support import BIN, RAY_OF_TESTS, free_port, wait_for_ports
-from support import LANGUAGE_MODEL_OPTIONS, ROOT, outcome_of
+from server_support import Node, free_port, head_with_dashboard, ray_environment, wait_for_ports
+from support import LANGUAGE_MODEL_OPTIONS, outcome_of
 
 from jobs.engine.cluster import ensure_token
 
@@ -24,61 +22,42 @@ _NUM_STARTS = 3
 
 @pytest.fixture(scope="session")
 def ray_head(s3_server: ObjectStore, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Run `ray start --head` with `RAY_AUTH_MODE=token`, and yield its environment variables.
-
-    Its workers are forks (`fork_worker.py`), and can use the object store of :func:`s3_server`.
+    """Start a head, whose workers can use the object store of :func:`s3_server`, and yield its environment variables.
 
     RAY_ADDRESS is added to them, and so are DASHBOARD, the dashboard's address, and HEAD_PID, the head's process ID.
     """
-    # No cloud takes this node away, so no run needs the process that watches for that.
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
-    environment = os.environ | {
-        # Tools such as pyenv put their own interpreters first, but the head's workers must use this environment's.
-        "PATH": f"{BIN}:{os.environ['PATH']}",
+    environment = ray_environment() | {
         # Without this, a head that is told to end would wait half a minute for other nodes to take over its work.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-        # `jobs.engine.cluster` explains the next three variables.
-        "RAY_agent_register_timeout_ms": "300000",
-        "RAY_num_workers_soft_limit": "4",
-        "RAY_DATA_USAGE_DISABLED": "1",
         # What a test has read from an object store must not be there for the next run of the tests.
         "TEMPNET_CACHE": str(tmp_path_factory.mktemp("cache")),
-        # Jobs run in other directories, but must import the code of this one.
-        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "cluster"))),
-        **s3_server.environment,
         "TEMPNET_MODELS": str(tmp_path_factory.mktemp("copies")),
+        **s3_server.environment,
     }
     ensure_token()  # `ray get-auth-token --generate` would replace the token of a head that starts at the same time
     log = tmp_path_factory.mktemp("head") / "log"
     for attempt in range(1, _NUM_STARTS + 1):
-        port, dashboard_port, agent_port = free_port(), free_port(), free_port()
-        # Ray notes in this directory which head was started last, and gives its address to submitted jobs, whatever their
-        # RAY_ADDRESS is. In one that several heads share it may be that of another one.
-        directory = tempfile.mkdtemp(prefix="ray-")
-        command = [
-            *RAY_OF_TESTS, "start", "--head", "--block", "--num-cpus=4", f"--port={port}", "--include-dashboard=true",
-            "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}", "--disable-usage-stats",
-            # If two Rays on a machine used the default port, no job could be submitted to the second one.
-            f"--dashboard-agent-listen-port={agent_port}", f"--temp-dir={directory}",
-        ]  # fmt: skip
-        # The head is a child process that is ended by a signal: `ray stop` would end every Ray on this machine.
-        with log.open("wb") as file:
-            head = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+        port, dashboard, _ = ports = [free_port() for _ in range(3)]
+        head = Node(*head_with_dashboard(*ports), num_cpus=4, environment=environment, log=log)
         try:
-            # The agent comes last, and a head whose agent does not come ends.
-            wait_for_ports(head, port, dashboard_port, agent_port)
+            wait_for_ports(head.process, *ports)  # the agent comes last, and a head whose agent does not come ends
             break
         except AssertionError as error:
             head.kill()
             if attempt == _NUM_STARTS:
                 raise AssertionError(f"Ray's head did not start ({error}); it printed:\n{log.read_text()}") from None
-    environment |= {"RAY_ADDRESS": f"127.0.0.1:{port}"}
     try:
-        yield environment | {"DASHBOARD": f"http://127.0.0.1:{dashboard_port}", "HEAD_PID": str(head.pid)}
+        yield environment | {
+            "RAY_ADDRESS": f"127.0.0.1:{port}",
+            "DASHBOARD": f"http://127.0.0.1:{dashboard}",
+            "HEAD_PID": str(head.process.pid),
+        }
     finally:
         ray.shutdown()
-        head.terminate()
-        head.wait(timeout=60)
+        # The head is a child process that is ended by a signal: `ray stop` would end every Ray on this machine.
+        head.process.terminate()
+        head.process.wait(timeout=60)
 
 
 @contextmanager

@@ -12,20 +12,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
 BIN = Path(sys.executable).parent
-
-RAY = [str(BIN / "ray")]
-"""The command `ray`."""
-
-RAY_OF_TESTS = [sys.executable, str(Path(__file__).with_name("ray_with_forks.py"))]
-"""What starts the nodes of tests, whose workers are forks; benchmarks start theirs by `RAY`."""
-
+_HERE = Path(__file__).parent
 _SECONDS_TO_START = 400  # MLflow took more than two minutes on a slow machine, beside other programs
 
 
@@ -47,14 +41,9 @@ def run_server(arguments: list[str], port: int, log: Path, environment: dict[str
 
 def run_together(code: str, arguments: list[list[str]], environment: dict[str, str]) -> list[str]:
     """Run a program that says "ready" several times at once, and return what each run prints after it may go on."""
+    pipe = subprocess.PIPE
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, *words],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        subprocess.Popen([sys.executable, "-c", code, *words], env=environment, stdin=pipe, stdout=pipe, text=True)
         for words in arguments
     ]
     for process in processes:
@@ -92,46 +81,60 @@ def wait_for_ports(process: subprocess.Popen[bytes], *ports: int) -> None:
             time.sleep(0.2)
 
 
+def ray_environment() -> dict[str, str]:
+    """Return the environment variables of the nodes of a Ray with token authentication."""
+    return os.environ | {
+        # Tools such as pyenv put their own interpreters first, but the workers must use this environment's.
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        # Jobs run in other directories, but must import the code of this one.
+        "PYTHONPATH": os.pathsep.join((str(_HERE.parents[1]), str(_HERE))),
+        "RAY_AUTH_MODE": "token",
+        # No cloud takes a node away, so no run needs the process that watches for that.
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+        # `jobs.engine.cluster` explains the next three variables.
+        "RAY_agent_register_timeout_ms": "300000",
+        "RAY_num_workers_soft_limit": "4",
+        "RAY_DATA_USAGE_DISABLED": "1",
+    }
+
+
 class Node:
-    """A Ray node on this machine with a session directory of its own.
+    """A Ray node on this machine with a session directory of its own, whose workers are forks (`fork_worker.py`).
+
+    Ray notes in that directory which head was started last, and gives its address to submitted jobs, whatever their
+    RAY_ADDRESS is. In one that several heads share it may be that of another one.
 
     Args:
         options: options of `ray start` that say whether it is a head.
         num_cpus: number of its logical CPUs.
         environment: environment variables of its processes.
-        program: what starts a node, `RAY` or `RAY_OF_TESTS`.
+        log: file of what it prints.
     """
 
     def __init__(
-        self, *options: str, num_cpus: int, environment: Mapping[str, str], program: Sequence[str] = RAY
+        self, *options: str, num_cpus: int, environment: Mapping[str, str], log: Path = Path(os.devnull)
     ) -> None:
         command = [
-            *program, "start", *options, "--block", f"--num-cpus={num_cpus}", "--disable-usage-stats",
-            f"--temp-dir={tempfile.mkdtemp(prefix='ray-')}",
+            sys.executable, str(_HERE / "ray_with_forks.py"), "start", *options, "--block", f"--num-cpus={num_cpus}",
+            "--disable-usage-stats", f"--temp-dir={tempfile.mkdtemp(prefix='ray-')}",
         ]  # fmt: skip
-        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
 
-    def processes(self, pattern: str = "") -> list[psutil.Process]:
-        """Return its processes whose command, or the name of whose program, begins with a text."""
-        found = []
+    def kill(self) -> None:
+        """Kill all of its processes, as when a machine loses its power."""
         with suppress(psutil.NoSuchProcess):
             family = psutil.Process(self.process.pid)
             for process in [*family.children(recursive=True), family]:
                 with suppress(psutil.NoSuchProcess):
-                    command = "".join(process.cmdline()[:1])
-                    if command.startswith(pattern) or Path(command).name.startswith(pattern):
-                        found.append(process)
-        return found
+                    process.kill()
+        self.process.wait()
 
-    def kill(self, pattern: str = "") -> int:
-        """Send SIGKILL to its processes of a name (`processes`), and return their number; "": to all.
 
-        With all of them it is a machine that loses its power.
-        """
-        processes = self.processes(pattern)
-        for process in processes:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        if not pattern:
-            self.process.wait()
-        return len(processes)
+def head_with_dashboard(port: int, dashboard: int, agent: int) -> list[str]:
+    """Return the options of a head at a port of loopback, to whose dashboard jobs can be submitted."""
+    return [
+        "--head", f"--port={port}", "--include-dashboard=true", "--dashboard-host=127.0.0.1",
+        # If two Rays on a machine used the default port, no job could be submitted to the second one.
+        f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}",
+    ]  # fmt: skip

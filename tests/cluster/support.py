@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +23,6 @@ from mlflow import MlflowClient
 from mlflow.entities import LoggedModel, Run
 
 from jobs.engine.command_line import parse_preset
-from jobs.engine.config import RunSection
 from jobs.engine.metrics import TrackedRun, metric_history
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.presets.language_models import PRESETS
@@ -42,6 +39,8 @@ LANGUAGE_MODEL_OPTIONS = [
     "--validation.every=20", "--validation.num-blocks=32", "--validation.num-oracle-tokens=512",
 ]  # fmt: skip
 """Options that make `gpt2-scratch-small` 40 steps of a 2-layer GPT-2 under ZeRO 2; the preset has two workers."""
+FROZEN_OPTIONS = [one for one in LANGUAGE_MODEL_OPTIONS if not one.startswith(("--model.", "--temperature.target"))]
+"""The same for a run on a frozen base, which has its own sizes."""
 
 
 def write_jsonl_zst(path: Path, texts: list[str]) -> None:
@@ -74,86 +73,70 @@ def write_corpus(directory: Path) -> Path:
     return directory
 
 
-def tiny_run(data: Path, storage: Path, name: str, **fields: int) -> RunSection:
-    """Return the settings of a run whose prepared data are shared by all runs on the same data."""
-    return RunSection(name=name, storage=str(storage), prepared=str(data / "prepared"), **fields)
+def corpus_lines(corpus: Path) -> list[bytes]:
+    """Return the training documents of a corpus as lines of JSON."""
+    files = sorted((corpus / "train").iterdir())
+    return [line for file in files for line in zstandard.decompress(file.read_bytes()).splitlines(keepends=True)]
 
 
-def with_sections(config: Any, sections: dict[str, dict[str, Any]]) -> Any:
+def with_sections(config: Any, sections: Mapping[str, dict[str, Any]]) -> Any:
     """Return a configuration with other values in some sections."""
     return replace(
         config, **{section: replace(getattr(config, section), **values) for section, values in sections.items()}
     )
 
 
+def configure(presets: Any, words: list[str], sections: Mapping[str, dict[str, Any]] | None = None) -> Any:
+    """Return the configuration that a preset and options give, as they are typed, with other values in some sections."""
+    return with_sections(parse_preset(presets, words, job="", purpose="")[0], sections or {})
+
+
+def places(data: Path, storage: Path, name: str) -> list[str]:
+    """Return the options of a run on the data in a directory, whose prepared form all runs on them share."""
+    return [
+        f"--run.name={name}", f"--run.storage={storage}", f"--run.prepared={data}/prepared", f"--data.train={data}/train",
+        f"--data.validation={data}/validation", f"--data.tokenizer={data}/tokenizer",
+    ]  # fmt: skip
+
+
 def tiny_options(corpus: Path, storage: Path, name: str) -> list[str]:
     """Return `gpt2-scratch-small` with `LANGUAGE_MODEL_OPTIONS` under another name, as it is typed."""
-    return [
-        "gpt2-scratch-small", *LANGUAGE_MODEL_OPTIONS, f"--run.name={name}", f"--run.storage={storage}",
-        f"--run.prepared={corpus / 'prepared'}", f"--data.train={corpus / 'train'}",
-        f"--data.validation={corpus / 'validation'}", f"--data.tokenizer={corpus / 'tokenizer'}",
-    ]  # fmt: skip
+    return ["gpt2-scratch-small", *LANGUAGE_MODEL_OPTIONS, *places(corpus, storage, name)]
 
 
 def tiny_config(corpus: Path, storage: Path, name: str, **sections: dict[str, Any]) -> LanguageModelConfig:
     """Return the configuration of `tiny_options`; `sections` maps the name of a section to the fields to override in it."""
-    config, _ = parse_preset(PRESETS, tiny_options(corpus, storage, name), job="train_lm", purpose="")
-    changed: LanguageModelConfig = with_sections(config, sections)
-    return changed
+    config: LanguageModelConfig = configure(PRESETS, tiny_options(corpus, storage, name), sections)
+    return config
 
 
 def run_until(
-    condition: Callable[[], bool],
-    module: str,
-    arguments: list[str],
-    environment: dict[str, str],
-    by: signal.Signals = signal.SIGKILL,
-    directory: Path = ROOT,
-) -> tuple[int, str]:
-    """Run a module in a directory, and send it a signal as soon as a condition holds.
+    condition: Callable[[], bool], words: list[str], environment: dict[str, str], log: Path, by: int = signal.SIGKILL
+) -> int:
+    """Run a module with arguments, send it a signal as soon as a condition holds, and return its exit status.
 
-    Its exit status and its standard error are returned. The module runs in its own process, because a Ray whose data sets
-    are left in mid-stream may take its driver down.
+    It runs in a process of its own, because a Ray whose data sets are left in mid-stream may take its driver down.
     """
-    with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            cwd=directory,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=said,
-        )
-        try:
-            wait_for(lambda: condition() or process.poll() is not None)
-            process.send_signal(by)
-            process.wait(timeout=120)
-        finally:
-            process.kill()
-            process.wait()
-        time.sleep(3)  # Ray needs some time to end the tasks of a dead driver.
-        said.seek(0)
-        return process.returncode, said.read()
+    with log.open("w") as said:
+        process = subprocess.Popen([sys.executable, "-m", *words], cwd=ROOT, env=environment, stdout=said, stderr=said)
+    try:
+        wait_for(lambda: condition() or process.poll() is not None)
+        process.send_signal(by)
+        process.wait(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    time.sleep(3)  # Ray needs some time to end the tasks of a dead driver.
+    return process.returncode
 
 
 @contextmanager
 def at_the_same_time(action: Callable[[], None]) -> Iterator[None]:
     """Run an action in a thread beside the block; if it raises an exception, raise that when the block has ended."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            action()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(action)
         yield
-    finally:
-        thread.join()
-        for error in errors:
-            raise error
+        done.result()
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 400) -> None:
@@ -164,13 +147,17 @@ def wait_for(condition: Callable[[], bool], seconds: float = 400) -> None:
         time.sleep(0.02)
 
 
-def training_worker_pids(cluster: dict[str, str]) -> list[int]:
-    """Return the process IDs of Ray Train's workers under this test's own head, oldest first; others may run beside it.
+def wait_for_free_cpus() -> None:
+    """Wait until no trial holds a CPU, as trials that were ended must not."""
+    import ray
 
-    psutil's own order is that of the process IDs, which begin again at small numbers once the largest has been given.
-    """
+    wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
+
+
+def training_worker_pids(node: int | str) -> list[int]:
+    """Return the process IDs of Ray Train's workers, oldest first, below the process of a node of Ray."""
     found: list[tuple[float, int]] = []
-    for process in psutil.Process(int(cluster["HEAD_PID"])).children(recursive=True):
+    for process in psutil.Process(int(node)).children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # A process may end while this loop looks at it.
             if "".join(process.cmdline()[:1]).startswith("ray::RayTrainWorker"):
                 found.append((process.create_time(), process.pid))
@@ -182,14 +169,6 @@ def last_checkpoint(run: str | Path) -> int:
     record = Path(run) / "checkpoints.json"
     names = re.findall(r"checkpoint-(\d{8})", record.read_text()) if record.exists() else []
     return max(map(int, names), default=0)
-
-
-def kill_a_worker(cluster: dict[str, str], run: Path, after: int = 0) -> int:
-    """Kill the youngest worker once a run has a checkpoint after a step, and return its process ID."""
-    wait_for(lambda: last_checkpoint(run) > after and bool(training_worker_pids(cluster)))
-    pid = training_worker_pids(cluster)[-1]
-    os.kill(pid, signal.SIGKILL)
-    return pid
 
 
 def outcome_of(home: Path, name: str) -> dict[str, Any]:
@@ -213,8 +192,7 @@ def models_of(outcome: dict[str, Any]) -> dict[str, LoggedModel]:
 def runs_of(uri: str, experiment: str) -> list[Run]:
     """Return the runs of an experiment in MLflow."""
     client = MlflowClient(uri)
-    found = client.get_experiment_by_name(experiment)
-    assert found is not None
+    (found,) = client.search_experiments(filter_string=f"name = '{experiment}'")
     return list(client.search_runs([found.experiment_id]))
 
 

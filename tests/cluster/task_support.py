@@ -3,37 +3,54 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from support import tiny_run, with_sections
+from support import configure, places
 from torch import Tensor
 
-from jobs.engine.config import OptimizerSection, TrackingSection, WorkersSection
-from jobs.tasks.config import UnimodalSection
-from jobs.tasks.dual_encoder.config import (
-    ClipConfig,
-    DualEncoderSection,
-    PairDataSection,
-    PairTemperatureSection,
-    RetrievalValidationSection,
-)
-from jobs.tasks.presets.sentences import PRESETS
+from jobs.tasks.dual_encoder.config import ClipConfig
+from jobs.tasks.presets import clip, sentences
 from jobs.tasks.sentence_encoder.config import SentenceConfig
 from pipelines.sample.images import read_captions, write_images
 from pipelines.text.tokenization import train_wordpiece
 from tempnet.models.towers import random_tower
 
-NUM_PAIRS = 100
+TOWER_OPTIONS = [
+    "--model.image-size=32", "--model.embedding-size=16", "--model.image-stem-width=8", "--model.image-widths", "8", "16",
+    "--model.image-depths", "1", "1", "--model.text-hidden-size=16", "--model.text-num-layers=1",
+    "--model.text-num-heads=2", "--temperature.rho=1", "--temperature.hidden-size=8", "--temperature.num-prototypes=8",
+    "--optimizer.batch-size=16", "--workers.num-threads=1", "--validation.batch-size=16",
+]  # fmt: skip
+"""Options that make the towers and TempNets of a preset of `train_clip` tiny."""
+
+# With `target_tau`, ρ changes during the run, and it too must be the same over workers, stages and kills. Some gradients,
+# such as those of an attention's key biases, are only rounding errors. With a smaller epsilon, Adam would make full-sized
+# steps of them.
+_CLIP_OPTIONS = [
+    *TOWER_OPTIONS, "--run.num-steps=32", "--run.checkpoint-every=4", "--run.log-every=4", "--run.max-restarts=1",
+    "--data.caption-noise=0.1", "--data.shuffle-window=50", "--data.num-readers=2", "--data.min-crop-scale=0.5",
+    "--data.flip-probability=0.5", "--temperature.target-tau=0.02", "--optimizer.learning-rate-base=3e-3",
+    "--optimizer.learning-rate-tempnet=1e-2", "--optimizer.epsilon=1e-4", "--optimizer.rest-share-tempnet=0",
+    "--optimizer.max-grad-norm=1", "--workers.zero-stage=1", "--workers.precision=fp32", "--validation.every=16",
+]  # fmt: skip
+SENTENCE_OPTIONS = [
+    "--run.num-steps=40", "--run.checkpoint-every=5", "--run.log-every=5", "--run.max-restarts=0",
+    "--data.min-length=3", "--data.max-length=12", "--data.min-num-tokens=36", "--model.hidden-size=16",
+    "--model.num-layers=1", "--model.num-heads=2", "--temperature.loss=tempnet", "--temperature.rho=1",
+    "--temperature.hidden-size=8", "--temperature.num-prototypes=8", "--temperature.tau-min=0.01",
+    "--temperature.tau-max=0.5", "--optimizer.batch-size=8", "--optimizer.learning-rate-base=3e-3",
+    "--optimizer.learning-rate-tempnet=1e-2", "--optimizer.epsilon=1e-4", "--workers.precision=fp32",
+    "--workers.num-threads=1", "--validation.every=20", "--validation.num-documents=15", "--validation.batch-size=4",
+]  # fmt: skip
 
 
 def write_tiny_images(directory: Path) -> Path:
     """Write 100 training pairs, 20 validation images, two classes and a tokenizer to a directory, and return it."""
     write_images(
-        directory, num_images=NUM_PAIRS, num_retrieval_images=20, num_classes=2, num_images_per_class=2, image_size=32
+        directory, num_images=100, num_retrieval_images=20, num_classes=2, num_images_per_class=2, image_size=32
     )
     train_wordpiece(read_captions(directory / "train"), 600).save_pretrained(directory / "tokenizer")
     return directory
@@ -54,76 +71,18 @@ def tiny_clip_config(images: Path, storage: Path, name: str, **sections: dict[st
 
     `sections` maps the name of a section to the fields to override in it.
     """
-    config = ClipConfig(
-        run=tiny_run(images, storage, name, num_steps=32, checkpoint_every=4, log_every=4, max_restarts=1),
-        data=PairDataSection(
-            train=str(images / "train"),
-            validation=str(images / "validation"),
-            tokenizer=str(images / "tokenizer"),
-            caption_noise=0.1,
-            shuffle_window=50,
-            num_readers=2,
-        ),
-        model=DualEncoderSection(
-            image_size=32,
-            embedding_size=16,
-            image_stem_width=8,
-            image_widths=(8, 16),
-            image_depths=(1, 1),
-            image_block="basic",
-            text_hidden_size=16,
-            text_num_layers=1,
-            text_num_heads=2,
-            text_dropout=0.0,
-        ),
-        # With `target_tau`, ρ changes during the run, and it too must be the same over workers, stages and kills.
-        temperature=PairTemperatureSection(loss="tempnet", rho=1.0, target_tau=0.02, hidden_size=8, num_prototypes=8),
-        # Some gradients, such as those of an attention's key biases, are only rounding errors. With a smaller epsilon,
-        # Adam would make full-sized steps of them.
-        optimizer=OptimizerSection(
-            batch_size=16, learning_rate_base=3e-3, learning_rate_tempnet=1e-2, weight_decay=0.02, epsilon=1e-4
-        ),
-        workers=WorkersSection(num_workers=2, cpus_per_worker=0.5, zero_stage=1, precision="fp32", num_threads=1),
-        validation=RetrievalValidationSection(every=16, batch_size=16),
-        tracking=TrackingSection(experiment="contrastive"),
-    )
-    changed: ClipConfig = with_sections(config, sections)
-    return changed
+    words = ["clip-cc3m-tempnet-small", *_CLIP_OPTIONS, *places(images, storage, name)]
+    config: ClipConfig = configure(clip.PRESETS, words, sections)
+    return config
 
 
 def tiny_sentences(
     corpus: Path, wordpiece: Path, storage: Path, name: str, **sections: dict[str, Any]
 ) -> SentenceConfig:
-    """Return a run of 40 steps of a small RoBERTa with TempNet, with two workers, ZeRO 1 and float32.
-
-    `sections` maps the name of a section to the fields to override in it.
-    """
-    config = PRESETS["declutr-small-small"]()
-    config = replace(
-        config,
-        run=tiny_run(corpus, storage, name, num_steps=40, checkpoint_every=5, log_every=5, max_restarts=0),
-        data=replace(
-            config.data,
-            train=str(corpus / "train"),
-            validation=str(corpus / "validation"),
-            tokenizer=str(wordpiece),
-            min_length=3,
-            max_length=12,
-            min_num_tokens=36,
-        ),
-        model=replace(config.model, hidden_size=16, num_layers=1, num_heads=2),
-        temperature=UnimodalSection(
-            loss="tempnet", rho=1.0, hidden_size=8, num_prototypes=8, tau_min=0.01, tau_max=0.5
-        ),
-        # With a smaller epsilon, Adam would make full-sized steps of gradients that are only rounding errors.
-        optimizer=replace(
-            config.optimizer, batch_size=8, learning_rate_base=3e-3, learning_rate_tempnet=1e-2, epsilon=1e-4
-        ),
-        workers=replace(config.workers, precision="fp32", num_threads=1),
-        validation=replace(config.validation, every=20, num_documents=15, batch_size=4),
-    )
-    changed: SentenceConfig = with_sections(config, sections)
-    return changed
+    """Return a run of 40 steps of a small RoBERTa with TempNet, with two workers, ZeRO 1 and float32; see above."""
+    words = ["declutr-small-small", *SENTENCE_OPTIONS, *places(corpus, storage, name), f"--data.tokenizer={wordpiece}"]
+    config: SentenceConfig = configure(sentences.PRESETS, words, sections)
+    return config
 
 
 def sample_states(outcome: dict[str, Any], step: int) -> dict[str, Tensor]:

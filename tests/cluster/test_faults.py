@@ -10,12 +10,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from server_support import BIN, RAY_OF_TESTS, Node, free_port, wait_for_ports
-from support import ROOT, assert_same_losses, tiny_options, wait_for
+from server_support import Node, free_port, ray_environment, wait_for_ports
+from support import ROOT, assert_same_losses, tiny_options, training_worker_pids, wait_for
 
 from jobs.engine.cluster import ensure_token
 
@@ -25,69 +25,41 @@ OPTIONS = [
     "--run.num-steps=300", "--run.checkpoint-every=20", "--run.max-restarts=2", "--run.max-wait-minutes=2",
     "--workers.cpus-per-worker=1.5", "--workers.placement=spread", "--validation.every=300",
 ]  # fmt: skip
-
-
-class Nodes:
-    """A head and other nodes, each with room for one worker; together they are a cluster at one address."""
-
-    def __init__(self) -> None:
-        self.port, self.started = free_port(), list[Node]()
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
-
-    def start(self, *options: str) -> Node:
-        self.started.append(Node(*options, num_cpus=2, environment=os.environ, program=RAY_OF_TESTS))
-        return self.started[-1]
-
-    def start_head(self) -> Node:
-        head = self.start("--head", f"--port={self.port}", "--include-dashboard=false")
-        wait_for_ports(head.process, self.port)
-        return head
-
-    def start_other(self) -> Node:
-        return self.start(f"--address={self.address}")
-
-    def kill(self) -> None:
-        """Let every node lose its power."""
-        for node in self.started:
-            if node.process.poll() is None:
-                node.kill()
+PORT = free_port()
 
 
 @pytest.fixture
-def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Node]]:
+    """Yield a function that starts a node with room for one worker, the head or one that joins it at the same address."""
     ensure_token()
-    variables = {
-        "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "cluster"))),
-        "RAY_AUTH_MODE": "token", "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_num_workers_soft_limit": "4",
-        # Ray waits so long for a head that is lost.
-        "RAY_gcs_rpc_server_reconnect_timeout_s": "30",
-    }  # fmt: skip
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    nodes = Nodes()
-    yield nodes
-    nodes.kill()
+    # Ray waits so long for a head that is lost.
+    environment = ray_environment() | {"RAY_gcs_rpc_server_reconnect_timeout_s": "30"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    started: list[Node] = []
+
+    def start(*options: str) -> Node:
+        started.append(Node(*options, num_cpus=2, environment=environment))
+        if "--head" in options:
+            wait_for_ports(started[-1].process, PORT)
+        return started[-1]
+
+    yield start
+    for node in started:
+        node.kill()
 
 
 def test_a_run_goes_on_without_a_lost_node_grows_with_another_and_survives_its_head(
-    nodes: Nodes, corpus: Path, tmp_path: Path
+    start: Callable[..., Node], corpus: Path, tmp_path: Path
 ) -> None:
-    log = tmp_path / "log"
+    log, address = tmp_path / "log", f"127.0.0.1:{PORT}"
+    as_head, as_other = ("--head", f"--port={PORT}", "--include-dashboard=false"), (f"--address={address}",)
 
     def train(name: str, *options: str, **variables: str) -> subprocess.Popen[bytes]:
-        command = [
-            sys.executable,
-            "-m",
-            "jobs.train_lm",
-            *tiny_options(corpus, tmp_path / "runs", name),
-            *OPTIONS,
-            *options,
-        ]
+        words = [*tiny_options(corpus, tmp_path / "runs", name), *OPTIONS, *options]
         with log.open("w") as file:
+            command = [sys.executable, "-m", "jobs.train_lm", *words]
             return subprocess.Popen(command, cwd=ROOT, env=os.environ | variables, stdout=file, stderr=file)
 
     def says(text: str) -> None:
@@ -96,23 +68,22 @@ def test_a_run_goes_on_without_a_lost_node_grows_with_another_and_survives_its_h
 
     alone = train("alone", "--workers.local", "--workers.num-workers=1", "--workers.zero-stage=0")
     assert alone.wait(timeout=300) == 0, log.read_text()
-    nodes.start_head()
-    node = nodes.start_other()
-    elastic = {"RAY_ADDRESS": nodes.address}
-    run = train("elastic", "--workers.num-workers=1:2", **elastic)
+    head, node = start(*as_head), start(*as_other)
+    run = train("elastic", "--workers.num-workers=1:2", RAY_ADDRESS=address)
     try:
-        wait_for(lambda: bool(node.processes("ray::RayTrainWorker")) or run.poll() is not None)
+        wait_for(lambda: bool(training_worker_pids(node.process.pid)) or run.poll() is not None)
         says("step  ")
         node.kill()
         says("the cluster has room for 1 of 2 workers: the run goes on with 1")
-        nodes.start_other()
+        other = start(*as_other)
         says("the cluster has room for 2 workers: the run grows from 1, from step ")
-        nodes.kill()
+        for lost in (head, other):
+            lost.kill()
         assert run.wait(timeout=300) == 1
         assert "does not answer: the cluster is lost" in log.read_text().splitlines()[-1]
-        nodes.start_head()
-        nodes.start_other()
-        run = train("elastic", "--workers.num-workers=1:2", **elastic)
+        start(*as_head)
+        start(*as_other)
+        run = train("elastic", "--workers.num-workers=1:2", RAY_ADDRESS=address)
         assert run.wait(timeout=500) == 0, log.read_text()
     finally:
         run.kill()

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from s3_support import ObjectStore
-from support import LANGUAGE_MODEL_OPTIONS, assert_same_losses
+from support import FROZEN_OPTIONS, LANGUAGE_MODEL_OPTIONS, assert_same_losses
 
 from pipelines.storage import read_bytes, read_json, write_bytes
 
@@ -43,7 +43,7 @@ def run(place: str, command: str, *options: str) -> None:
 
 
 TINY = [
-    *LANGUAGE_MODEL_OPTIONS, "--run.num-steps=6", "--run.checkpoint-every=6", "--run.log-every=3",
+    "--run.num-steps=6", "--run.checkpoint-every=6", "--run.log-every=3",
     "--validation.every=6", "--validation.num-blocks=8", "--validation.num-oracle-tokens=64", "--workers.zero-stage=0",
     "--tracking.no-enabled",
 ]  # fmt: skip
@@ -52,11 +52,10 @@ DATA = "--data.train AT/text/train --data.validation AT/text/validation --run.st
 
 def test_a_chain_of_jobs_reads_and_writes_in_a_store(place: str) -> None:
     """Each job starts from what the one before has written; that a copy is the model is tested in tests/jobs."""
-    frozen = [option for option in TINY if not option.startswith(("--model.", "--temperature.target"))]
     write_bytes(f"{place}/words.txt", b"abc def\ngh ab\n")
-    run(place, f"train_lm gpt2-scratch-small --data.tokenizer AT/text/tokenizer {DATA}", *TINY)
+    run(place, f"train_lm gpt2-scratch-small --data.tokenizer AT/text/tokenizer {DATA}", *LANGUAGE_MODEL_OPTIONS, *TINY)
     base, export = "AT/runs/gpt2-scratch-small/export", "AT/runs/frozen-small/export"
-    run(place, f"train_lm frozen-small --temperature.rho 2 --model.path {base} {DATA}", *frozen)
+    run(place, f"train_lm frozen-small --temperature.rho 2 --model.path {base} {DATA}", *FROZEN_OPTIONS, *TINY)
     run(place, f"evaluate_lm --models {export} --temperatures one tempnet --wikitext AT/words.txt --storage AT/runs "
                "--tracking.no-enabled")  # fmt: skip
     run(place, f"predict_temperatures --model {export} --text AT/text/validation --output AT/tau")

@@ -11,16 +11,14 @@ import pytest
 from readme_support import lines_like, recipe, run_line, run_notebook
 from safetensors.torch import load_file
 from support import outcome_of
+from task_support import TOWER_OPTIONS
 
 pytestmark = pytest.mark.cluster
 
 NUM_STEPS = 4
 OPTIONS = [
-    f"--run.num-steps={NUM_STEPS}", "--run.log-every=2", "--model.image-size=32", "--model.embedding-size=16",
-    "--model.image-stem-width=8", "--model.image-widths", "8", "16", "--model.image-depths", "1", "1",
-    "--model.text-hidden-size=16", "--model.text-num-layers=1", "--model.text-num-heads=2", "--temperature.rho=1",
-    "--temperature.hidden-size=8", "--temperature.num-prototypes=8", "--optimizer.batch-size=16",
-    "--workers.num-workers=1", "--workers.zero-stage=0", "--workers.num-threads=1", "--validation.batch-size=16",
+    *TOWER_OPTIONS, f"--run.num-steps={NUM_STEPS}", "--run.log-every=2", "--workers.num-workers=1",
+    "--workers.zero-stage=0",
 ]  # fmt: skip
 
 
@@ -70,16 +68,10 @@ def test_the_notebook_on_temperatures_of_images(home: Path) -> None:
 
 
 @pytest.mark.long
-def test_training_with_predicted_temperatures(home: Path, export: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_with_predicted_temperatures(home: Path, export: Path) -> None:
     run_line(*lines_like("jobs.predict_temperatures * --images *"))
-    shown = capsys.readouterr().out
-    assert (
-        len(re.findall(r"Spearman\(τ of (?:images|captions), concept_frequency\) = [+-]\d\.\d{3} ± \d\.\d{3}", shown))
-        == 2
-    )
     page = (home / "temperatures-images.html").read_text()
     assert page.count("<figure>") == 4 * 12
-    assert page.count("data:image/png;base64,") == 1
     assert "http" not in page
     run_line(*lines_like("jobs.train_clip clip-cc3m-sogclr-given-small"), *OPTIONS)
     outcome = outcome_of(home, "clip-cc3m-sogclr-given-small")
@@ -90,4 +82,3 @@ def test_training_with_predicted_temperatures(home: Path, export: Path, capsys: 
     for modality, name in enumerate(("tau_image", "tau_text")):
         assert states["tau"][modality].tolist() == written[name].to_pylist()
     assert outcome["validation"]["tau_mean"] == pytest.approx(states["tau"].double().mean().item())
-    assert sum(outcome["histograms"]["image"]) == written.num_rows == 100

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import re
@@ -21,19 +20,12 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 from readme_support import README, lines_like, recipe, run_line, run_notebook
 from server_support import BIN, free_port, wait_for_ports
-from support import ROOT, outcome_of
-
-from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
-from jobs.scoring.sentence_encoders.evaluate import evaluate
+from support import FROZEN_OPTIONS, ROOT, outcome_of, runs_of
+from task_support import SENTENCE_OPTIONS
 
 pytestmark = pytest.mark.cluster
 
-SENTENCE_OPTIONS = [
-    "--run.num-steps=4", "--run.log-every=2", "--data.min-length=3", "--data.max-length=12", "--data.min-num-tokens=36",
-    "--model.hidden-size=16", "--model.num-heads=2", "--temperature.hidden-size=8", "--temperature.num-prototypes=8",
-    "--temperature.rho=1", "--optimizer.batch-size=8", "--workers.num-workers=1", "--workers.zero-stage=0",
-    "--workers.num-threads=1", "--validation.num-documents=15", "--validation.batch-size=4",
-]  # fmt: skip
+HEADROOM_OPTIONS = ["--max-documents", "12", "--tokens-per-document", "100"]
 
 
 def test_what_make_run_runs(home: Path, reference: dict[str, Any]) -> None:
@@ -58,7 +50,7 @@ def test_preparing(home: Path) -> None:
 def test_measuring_headroom(home: Path, reference: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = lines_like("jobs.calibrate headroom * --text *")
     for _ in range(2):
-        run_line(line, "--max-documents", "12", "--tokens-per-document", "100")
+        run_line(line, *HEADROOM_OPTIONS)
     values = json.loads((home / "headroom" / "headroom.json").read_text())
     shown = capsys.readouterr().out
     assert shown.count(values["verdict"]) == 2
@@ -66,37 +58,24 @@ def test_measuring_headroom(home: Path, reference: dict[str, Any], capsys: pytes
     assert values["num_documents"] >= values["folds"] == 5
     assert 0 < values["num_tokens"] <= 100 * values["num_documents"]
     assert (home / "headroom" / "reliability.png").stat().st_size > 5000
-    client = MlflowClient(f"sqlite:///{home}/runs/mlflow.db")
-    (run,) = client.search_runs([client.get_experiment_by_name("headroom").experiment_id])
+    uri = f"sqlite:///{home}/runs/mlflow.db"
+    (run,) = runs_of(uri, "headroom")
     assert run.data.metrics["both/gain_mnat"] == pytest.approx(1000 * values["per_token"]["both"]["gain"]["mean"])
-    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"headroom.json", "reliability.png"}
+    artifacts = {file.path for file in MlflowClient(uri).list_artifacts(run.info.run_id)}
+    assert artifacts == {"headroom.json", "reliability.png"}
 
 
 @pytest.mark.long
 def test_the_notebook_from_a_model_to_its_tempnet(home: Path, reference: dict[str, Any]) -> None:
-    frozen = [
-        "--run.num-steps=10", "--data.context-length=64", "--temperature.hidden-size=32",
-        "--temperature.num-prototypes=16", "--temperature.num-calibration-tokens=1024", "--optimizer.batch-size=8",
-        "--workers.num-workers=1", "--workers.num-threads=1", "--validation.num-blocks=32",
-        "--validation.num-oracle-tokens=256",
-    ]  # fmt: skip
-    shown = run_notebook(
-        "your-model.ipynb",
-        home,
-        {
-            "jobs.calibrate headroom *": ["--max-documents", "12", "--tokens-per-document", "100"],
-            "jobs.train_lm frozen-small *": frozen,
-        },
-    )
+    short = ["--run.num-steps=10", "--temperature.num-calibration-tokens=1024", "--workers.num-workers=1"]
+    options = {"jobs.calibrate headroom *": HEADROOM_OPTIONS, "jobs.train_lm frozen-small *": [*FROZEN_OPTIONS, *short]}
+    shown = run_notebook("your-model.ipynb", home, options)
     rivals = outcome_of(home, "my-tempnet")["rivals"]
     assert json.loads((home / "headroom" / "headroom.json").read_text())["verdict"] in shown
     for rival in ("best_constant", "mean_shift"):
         assert f"TempNet is better by {rivals[f'cross_entropy/{rival}_gain']:+.5f} ± " in shown
-    generated = re.findall(r"^(\d+\.\d{3})  '", shown, re.MULTILINE)
-    assert 0 < len(generated) <= 24
-    assert all(float(tau) > 0 for tau in generated)
+    assert 0 < len(re.findall(r"^(\d+\.\d{3})  '", shown, re.MULTILINE)) <= 24  # generated tokens
     assert shown.count("<Figure size") == 1
-    assert "The temperature of a softmax" in shown
 
 
 def test_generating(home: Path, reference: dict[str, Any]) -> None:
@@ -141,26 +120,23 @@ def test_predicting_temperatures_of_texts(home: Path, reference: dict[str, Any])
 @pytest.mark.long
 def test_analysing_groups_of_texts(home: Path, reference: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     (home / "subjqa").mkdir()
-    with (home / "subjqa" / "test.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["question", "human_ans_spans", "question_subj_level", "answer_subj_level"])
-        for number in range(40):
-            answer = "ANSWERNOTFOUND" if number % 8 == 7 else f"abc def {number}"
-            writer.writerow([f"ab cd ef{number}?", answer, 1 + number % 5, 1])
-    for _ in range(2):
-        run_line(*lines_like("jobs.analyse subjectivity *"))
-    shown = capsys.readouterr().out
-    assert shown.count("35 records; left out: 5 without an answer") == 2
-    assert "1 of 1 archives are complete" in shown  # The second time the model reads nothing.
+    answers = ["ANSWERNOTFOUND" if number % 8 == 7 else f"abc def {number}" for number in range(40)]
+    lines = [f"ab cd ef{number}?,{answer},{1 + number % 5},1" for number, answer in enumerate(answers)]
+    titles = "question,human_ans_spans,question_subj_level,answer_subj_level"
+    (home / "subjqa" / "test.csv").write_text("\n".join([titles, *lines]))
+    run_line(*lines_like("jobs.analyse subjectivity *"))
+    assert "35 records; left out: 5 without an answer" in capsys.readouterr().out
     values = json.loads((home / "runs" / "subjectivity" / "results.json").read_text())
     rows = pq.read_table(home / "runs" / "subjectivity" / "temperatures").to_pylist()
     assert values["tau_mean"] == pytest.approx(sum(row["tau_mean"] for row in rows) / 35)
-    assert (home / "runs" / "subjectivity" / "groups.png").stat().st_size > 5000
 
 
 def test_training_and_scoring_a_sentence_encoder(home: Path) -> None:
     _, with_tempnet = lines_like("jobs.train_sentences *")
-    run_line(with_tempnet, *SENTENCE_OPTIONS, "--run.name=declutr-small-small")  # whose export the page evaluates
+    alone = ["--run.num-steps=4", "--workers.num-workers=1", "--workers.zero-stage=0"]
+    run_line(
+        with_tempnet, *SENTENCE_OPTIONS, *alone, "--run.name=declutr-small-small"
+    )  # whose export the page evaluates
     assert outcome_of(home, "declutr-small-small")["num_steps"] == 4
     task = home / "senteval" / "data" / "downstream" / "CR"
     task.mkdir(parents=True)
@@ -174,13 +150,6 @@ def test_training_and_scoring_a_sentence_encoder(home: Path) -> None:
     assert results["columns"][0]["metrics"] == {f"CR/{name}": value for name, value in figures.items()} | {
         "CR/num_unreadable": 0
     }
-    # Another evaluation finds the stored figures.
-    before = cell.stat().st_mtime_ns
-    models = (str(home / "runs" / "declutr-small-small" / "export"),)
-    config = EvaluateSentencesConfig(models=models, data=str(task.parent), storage=str(home / "runs"))
-    (column,) = evaluate(config).columns
-    assert column.metrics["CR/accuracy"] == figures["accuracy"]
-    assert cell.stat().st_mtime_ns == before
 
 
 @contextmanager
@@ -219,22 +188,6 @@ def test_mlflow_is_served_on_loopback(home: Path, reference: dict[str, Any]) -> 
         assert "Default" in {experiment.name for experiment in MlflowClient(uri).search_experiments()}
 
 
-def add_user(name: str, uri: str, settings: dict[str, str]) -> dict[str, str]:
-    """Make a login by the script for it, and return the environment variables that it prints."""
-    done = subprocess.run(
-        [str(ROOT / "infra" / "mlflow" / "add_user.sh"), name],
-        env=os.environ | settings | {"MLFLOW_TRACKING_URI": uri}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return dict(word.split("=", 1) for word in done.stdout.split()[1:])
-
-
-def log_in(login: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the clients of this process use a login."""
-    for name, value in login.items():
-        monkeypatch.setenv(name, value)
-
-
 @pytest.mark.long
 def test_mlflow_is_served_for_a_team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SQLite takes the place of PostgreSQL, which need not be installed on a machine that runs tests."""
@@ -248,28 +201,38 @@ def test_mlflow_is_served_for_a_team(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "MLFLOW_WORKERS": "1",
         "MLFLOW_LOGINS": str(tmp_path / "logins"),
     }
+
+    def add_user(name: str) -> dict[str, str]:
+        """Make a login by the script for it, and return the environment variables that it prints."""
+        variables = os.environ | settings | {"MLFLOW_TRACKING_URI": uri}
+        script = str(ROOT / "infra" / "mlflow" / "add_user.sh")
+        done = subprocess.run([script, name], env=variables, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return dict(word.split("=", 1) for word in done.stdout.split()[1:])
+
+    def log_in(login: dict[str, str]) -> None:
+        for name, value in login.items():
+            monkeypatch.setenv(name, value)
+
     with mlflow_server([str(ROOT / script)], port, tmp_path, os.environ | settings) as uri:
         for name in ("USERNAME", "PASSWORD"):
             monkeypatch.delenv(f"MLFLOW_TRACKING_{name}", raising=False)
         with pytest.raises(MlflowException, match="not authenticated"):
             MlflowClient(uri).search_experiments()
-        ann, bob = (add_user(name, uri, settings) for name in ("ann", "bob"))
-        log_in(ann, monkeypatch)
+        ann, bob = add_user("ann"), add_user("bob")
+        log_in(ann)
         experiment = MlflowClient(uri).create_experiment("language-models")
-        log_in(bob, monkeypatch)
+        log_in(bob)
         run = MlflowClient(uri).create_run(experiment).info.run_id
         MlflowClient(uri).log_metric(run, "loss", 1.5)
         with pytest.raises(MlflowException, match="Permission denied"):
             MlflowClient(uri).delete_experiment(experiment)
-        log_in({**ann, "MLFLOW_TRACKING_PASSWORD": bob["MLFLOW_TRACKING_PASSWORD"]}, monkeypatch)
+        log_in({**ann, "MLFLOW_TRACKING_PASSWORD": bob["MLFLOW_TRACKING_PASSWORD"]})
         with pytest.raises(MlflowException, match="not authenticated"):
             MlflowClient(uri).get_run(run)
     logins = tmp_path / "logins"
     assert all(file.stat().st_mode & 0o077 == 0 for file in [logins, *logins.iterdir()])
-    refused = subprocess.run(
-        [str(ROOT / script)],
-        env=os.environ | {"MLFLOW_DATABASE": "postgresql://me:secret@db/mlflow"},
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    variables = os.environ | {"MLFLOW_DATABASE": "postgresql://me:secret@db/mlflow"}
+    refused = subprocess.run([str(ROOT / script)], env=variables, capture_output=True, text=True, timeout=60)
     assert refused.returncode == 2
     assert "secret" not in refused.stderr

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from mlflow import MlflowClient
+from support import sweep_runs
 
 from jobs.studies.reproduction.config import ReproduceConfig
 from jobs.studies.reproduction.launch import run_reproduction
@@ -18,20 +18,14 @@ pytestmark = pytest.mark.cluster
 def test_runs_are_made_once_and_their_figures_are_in_the_table(
     cluster: dict[str, str], corpus: Path, tmp_path: Path
 ) -> None:
-    changes = {
-        "data.train": corpus / "train", "data.validation": corpus / "validation", "data.tokenizer": corpus / "tokenizer",
-        "data.context_length": 64, "model.hidden_size": 64, "model.num_layers": 1, "model.num_heads": 4,
-        "temperature.hidden_size": 32, "temperature.num_prototypes": 16, "validation.num_oracle_tokens": 256,
-        "workers.zero_stage": 0, "run.max_restarts": 0,
-    }  # fmt: skip
-    config = ReproduceConfig(
-        experiment="T15",
-        arms=("ρ = 1.5", "ρ = 2"),
-        seeds=1,
-        steps=4,
-        storage=str(tmp_path),
-        change=tuple(f"{name}={value}" for name, value in changes.items()),
-    )
+    changes = (
+        f"data.train={corpus}/train", f"data.validation={corpus}/validation", f"data.tokenizer={corpus}/tokenizer",
+        "data.context_length=64", "model.hidden_size=64", "model.num_layers=1", "model.num_heads=4",
+        "temperature.hidden_size=32", "temperature.num_prototypes=16", "validation.num_oracle_tokens=256",
+        "workers.zero_stage=0", "run.max_restarts=0",
+    )  # fmt: skip
+    arms = ("ρ = 1.5", "ρ = 2")
+    config = ReproduceConfig(experiment="T15", arms=arms, seeds=1, steps=4, storage=str(tmp_path), change=changes)
     work = make_reproduction(config)
     results = run_reproduction(work)
     assert not results.failed
@@ -45,13 +39,8 @@ def test_runs_are_made_once_and_their_figures_are_in_the_table(
     assert written["verdict"] == "cannot be seen at this scale"
     assert (directory / "results.md").read_text().strip() == results.table
 
-    client = MlflowClient(results.tracking_uri)
-    experiment = client.get_experiment_by_name("reproduce")
-    assert experiment is not None
-    found = {one.info.run_name: one for one in client.search_runs([experiment.experiment_id])}
-    parent = found.pop(config.run.name)
+    parent, found = sweep_runs(results.tracking_uri, "reproduce", config.run.name)
     assert parent.data.tags["paper.table"] == "TempNet Table 15"
-    assert {one.data.tags["mlflow.parentRunId"] for one in found.values()} == {parent.info.run_id}
     assert found.keys() == work.runs.keys()
 
     # If the experiment is started again, nothing is trained.

@@ -5,7 +5,6 @@ That figures are right is tested without Ray, in tests/jobs/scoring.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -16,12 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from evaluation_support import LAMBADA, TEXT, make_export, write_lines
 from mlflow import MlflowClient
 from prediction_support import save_tiny_model, some_texts
-from support import run_until, write_jsonl_zst
+from support import history, run_until, write_jsonl_zst
 
-from jobs import train_reward
+from jobs import predict_temperatures, train_reward
 from jobs.scoring.config import PoolSection
 from jobs.scoring.reward.job import RewardTrainer
 from jobs.scoring.reward.plan import make_plan
@@ -126,11 +124,7 @@ def test_what_readers_and_workers_count_of_repeated_requests_is_said_once(
             yield unit
 
     def model() -> Callable[[int], Finished]:
-        def count(item: int) -> Finished:
-            RETRIES.add(100)
-            return Finished()
-
-        return count
+        return lambda item: RETRIES.add(100) or Finished()  # type: ignore[func-returns-value]
 
     RETRIES.take()
     assert not map_with(model, 6, read=read).failed
@@ -190,78 +184,46 @@ def test_training_on_rewards_with_a_worker_that_dies(
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7)
     assert outcome["failures"].keys() == {"not_a_number"}
 
-    client = MlflowClient(outcome["tracking_uri"])
-    tracked = client.get_run(outcome["mlflow_run_id"])
+    tracked = MlflowClient(outcome["tracking_uri"]).get_run(outcome["mlflow_run_id"])
     assert tracked.info.status == "FINISHED"
+    steps = dict(enumerate(outcome["history"], start=1))
     for name in ("reward", "distinct", "kl", "kl_weight", "tau_mean", "lost"):
-        values = {metric.step: metric.value for metric in client.get_metric_history(tracked.info.run_id, name)}
-        assert values == pytest.approx({step: row[name] for step, row in enumerate(outcome["history"], start=1)})
+        assert history(outcome, name) == pytest.approx({step: row[name] for step, row in steps.items()})
     assert tracked.data.metrics["mean_shift/reward"] == outcome["temperatures"]["mean_shift"]["reward"]
-
     assert train_reward.main(options) == 0  # nothing is left to do
     assert "continues after step 3 of 3" in capsys.readouterr().out
-    assert json.loads((run / "outcome.json").read_text())["history"] == outcome["history"]
     with pytest.raises(SystemExit):
         train_reward.main([*options, "--group-size", "3"])
     assert "name = 'reward' was begun with other settings: group_size: 4 → 3" in capsys.readouterr().err
 
 
-POOL = "--workers.cpus-per-worker 0.5"
-JOBS = {
-    "evaluate_lm --models IN/a/export IN/b/export --temperatures one tempnet fixed:0.7 --wikitext IN/text.txt "
-    f"--lambada IN/lambada.jsonl --storage OUT --batch-size 3 --tracking.no-enabled {POOL}": "*/units/*.json",
-    "predict_temperatures --model IN/tiny --text IN/texts --output OUT --per-token --part-characters 500 "
-    f"--max-bad-share 0.1 {POOL}": "part-*.parquet",
-}
-"""Maps commands to the files under OUT, one for each finished unit."""
-
-RESULTS = ("results.json", "_summary.json")
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("inputs")
-    for seed, name in enumerate("ab"):
-        make_export(place / name / "export", seed=seed)
-    (place / "text.txt").write_text(TEXT)
-    write_lines(place / "lambada.jsonl", LAMBADA)
-    save_tiny_model(place / "tiny")
-    for number in range(2):
-        write_jsonl_zst(place / "texts" / f"{number}.jsonl.zst", some_texts(12, seed=number))
-    with Path(write_lines(place / "texts" / "2.jsonl", [{"text": "a b c"}] * 20)).open("a") as file:
-        file.write("no JSON\n")
-    return place
-
-
-def outcome(output: Path) -> dict[str, Any]:
-    """Return name → content of the tables and figures in a directory."""
-    found: dict[str, Any] = {path.name: path.read_bytes() for path in output.glob("part-*.parquet")}
-    for path in [path for name in RESULTS for path in output.rglob(name)]:
-        values = json.loads(path.read_text())
-        found[path.name] = values.get("columns", values)
-    return found
-
-
-@pytest.mark.parametrize("command", JOBS, ids=[" ".join(command.split()[:3]) for command in JOBS])
 def test_a_job_that_was_killed_goes_on_with_two_workers(
-    command: str, inputs: Path, cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    module, *words = f"jobs.{command}".replace("IN/", f"{inputs}/").split()
-    whole, parts = ([word.replace("OUT", str(tmp_path / name)) for word in words] for name in ("whole", "parts"))
-    main = importlib.import_module(module).main
-    assert main(whole) == 0
-    expected = outcome(tmp_path / "whole")
+    save_tiny_model(tmp_path / "model")
+    for number in range(2):
+        write_jsonl_zst(tmp_path / "texts" / f"{number}.jsonl.zst", some_texts(12, seed=number))
+    (tmp_path / "texts" / "2.jsonl").write_text('{"text": "a b c"}\n' * 20 + "no JSON\n")
 
-    def units(name: str) -> list[Path]:
-        return sorted((tmp_path / name).glob(JOBS[command]))
+    def words(output: Path) -> list[str]:
+        return (
+            f"--model {tmp_path}/model --text {tmp_path}/texts --output {output} --per-token --part-characters 500 "
+            "--max-bad-share 0.1 --workers.cpus-per-worker 0.5"
+        ).split()
 
-    run_until(lambda: len(units("parts")) > 1, module, parts, cluster)
-    num_kept = len(units("whole")) - 1  # If the job was quick, everything was there.
-    kept, last = units("parts")[:num_kept], units("parts")[num_kept:]
-    for path in [*last, *(path for name in RESULTS for path in (tmp_path / "parts").rglob(name))]:
+    def parts(output: Path) -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in sorted(output.glob("part-*.parquet"))}
+
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert predict_temperatures.main(words(whole)) == 0
+    command = ["jobs.predict_temperatures", *words(killed)]
+    run_until(lambda: len(parts(killed)) > 1, command, cluster, tmp_path / "log")
+    kept = dict(list(parts(killed).items())[: len(parts(whole)) - 1])  # If the job was quick, everything was there.
+    for path in parts(killed).keys() - kept.keys():
         path.unlink()
-    times = {path: path.stat().st_mtime_ns for path in kept}
-    assert main([*parts, "--workers.num-workers", "2"]) == 0
-    assert {path: path.stat().st_mtime_ns for path in kept} == times
-    assert outcome(tmp_path / "parts") == expected != {}
+    (killed / "_summary.json").unlink(missing_ok=True)
+    assert predict_temperatures.main([*words(killed), "--workers.num-workers", "2"]) == 0
+    assert kept.items() <= parts(killed).items()
+    for path in [*parts(whole), whole / "_summary.json"]:
+        assert path.read_bytes() == (killed / path.name).read_bytes()

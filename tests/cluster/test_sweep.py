@@ -13,12 +13,19 @@ from typing import Any
 
 import pandas as pd
 import pytest
-import ray
 from ray import cloudpickle
 from readme_support import lines_like, run_line
-from support import LANGUAGE_MODEL_OPTIONS, ROOT, last_checkpoint, run_until, runs_of, sweep_runs, wait_for
+from support import (
+    LANGUAGE_MODEL_OPTIONS,
+    ROOT,
+    configure,
+    last_checkpoint,
+    run_until,
+    runs_of,
+    sweep_runs,
+    wait_for_free_cpus,
+)
 
-from jobs.engine.command_line import parse_preset
 from jobs.engine.fields import with_fields
 from jobs.studies.sweeps.launch import _export_best, make_sweep, run_sweep
 from jobs.studies.sweeps.presets import PRESETS
@@ -45,26 +52,15 @@ def tiny_words(corpus: str | Path, storage: Path, num_steps: int, validate_every
     ]  # fmt: skip
 
 
-def configure(words: list[str]) -> Any:
-    return parse_preset(PRESETS, words, job="sweep", purpose="")[0]
-
-
-def wait_for_free_cpus() -> None:
-    """Wait until no trial holds a CPU, as trials that were ended early must not."""
-    wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
+def resolve(words: list[str]) -> Any:
+    return make_sweep(configure(PRESETS, words))
 
 
 def test_sweeping_some_values(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = [option.replace("--", "--base.", 1) for option in LANGUAGE_MODEL_OPTIONS]
-    short = ["--base.run.num-steps=4", "--base.validation.every=4", "--base.temperature.target-entropy=None"]
-    kept = [option for option in options if not option.startswith(tuple(one.partition("=")[0] for one in short))]
-    run_line(
-        *lines_like("jobs.sweep * --sweep.axes temperature.rho=2,2.5,3"),
-        *kept,
-        *short,
-        "--sweep.axes",
-        "temperature.rho=2,3",
-    )
+    short = ["--run.num-steps=4", "--validation.every=4", "--temperature.target-entropy=None"]
+    options = [option.replace("--", "--base.", 1) for option in [*LANGUAGE_MODEL_OPTIONS, *short]]
+    (line,) = lines_like("jobs.sweep * --sweep.axes temperature.rho=2,2.5,3")
+    run_line(line, *options, "--sweep.axes", "temperature.rho=2,3")
     rows = json.loads((home / "runs" / "gpt2-rho-lr-small" / "results.json").read_text())["rows"]
     assert [row["point"] for row in rows] == [{"temperature.rho": rho} for rho in (2.0, 3.0)]
     assert all(row["num_steps"] == 4 for row in rows)
@@ -81,7 +77,9 @@ def test_ctrl_c_ends_the_trials_too_and_the_sweep_goes_on(
         "--sweep.num-concurrent=1", "--sweep.axes", f"{RATE}=1e-3,2e-3,3e-3",
     ]  # fmt: skip
     first, second, third = (tmp_path / "rho" / f"learning_rate_base{rate}" for rate in ("0.001", "0.002", "0.003"))
-    status, said = run_until(lambda: last_checkpoint(second) >= 4, "jobs.sweep", words, cluster, by=signal.SIGINT)
+    log = tmp_path / "log"
+    status = run_until(lambda: last_checkpoint(second) >= 4, ["jobs.sweep", *words], cluster, log, by=signal.SIGINT)
+    said = log.read_text()
     assert status == 130, said
     assert f"the same command goes on from what is in {tmp_path / 'rho'}" in said
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
@@ -92,17 +90,15 @@ def test_ctrl_c_ends_the_trials_too_and_the_sweep_goes_on(
     assert not (tmp_path / "rho" / "results.json").exists()
     before = (first / "outcome.json").stat().st_mtime_ns
 
-    results = run_sweep(make_sweep(configure(words)))
+    assert not run_sweep(resolve(words)).failed
     assert "trials finished before: 1" in capsys.readouterr().out
-    assert not results.failed
     assert (first / "outcome.json").stat().st_mtime_ns == before
     outcomes = [json.loads((trial / "outcome.json").read_text()) for trial in (first, second, third)]
     assert [outcome["num_steps"] for outcome in outcomes] == [40, 40, 40]
     assert outcomes[1]["resumed_from_step"] >= 4
     assert outcomes[2]["resumed_from_step"] == 0
-    written = json.loads((tmp_path / "rho" / "results.json").read_text())
-    assert written["failed"] == {}
-    assert {row["name"]: row["tau_mean"] for row in written["rows"]} == {
+    rows = json.loads((tmp_path / "rho" / "results.json").read_text())["rows"]
+    assert {row["name"]: row["tau_mean"] for row in rows} == {
         outcome["run"]: outcome["validation"]["tau_mean"] for outcome in outcomes
     }
     assert sweep_runs(uri, "language-models", "rho")[1].keys() == {trial.name for trial in (first, second, third)}
@@ -119,8 +115,7 @@ def test_a_band_search_is_watched_reported_and_found_again(
         # In so few steps the mean temperature stays near its initial value. The last learning rate is far too high.
         "--sweep.axes", "temperature.rho=0.5,2.5", f"{RATE}=1e-3,3e-3,0.5",
     ]  # fmt: skip
-    config = configure(words)
-    results = run_sweep(make_sweep(config))
+    results = run_sweep(resolve(words))
     assert not results.failed
     shown = capsys.readouterr().out
     assert len(re.findall(r"^trial \d of at most 8 after .*: mean τ", shown, re.MULTILINE)) == len(results.rows)
@@ -143,8 +138,6 @@ def test_a_band_search_is_watched_reported_and_found_again(
     # The data are prepared once, beside the sweep.
     assert len(list((tmp_path / "prepared").iterdir())) == 2
     assert not list((tmp_path / "rho").glob("*/prepared"))
-    written = json.loads((tmp_path / "rho" / "results.json").read_text())
-    assert [row["tau_mean"] for row in written["rows"]] == [row.tau_mean for row in results.rows]
     assert [step for step, _, _ in in_band.history] == [*range(4, 41, 4)]
     table = pd.read_parquet(tmp_path / "rho" / "trials.parquet")
     assert len(table) == len(results.rows)
@@ -158,7 +151,7 @@ def test_a_band_search_is_watched_reported_and_found_again(
     best = min((row for row in results.rows if row.is_in_band), key=lambda row: row.loss)
     assert parent.data.tags["best_run"] == best.name
     # When the sweep is started again, nothing is trained.
-    again = run_sweep(make_sweep(config))
+    again = run_sweep(resolve(words))
     assert sorted(again.rows, key=str) == sorted(results.rows, key=str)
     assert len(runs_of(results.tracking_uri, "language-models")) == 1 + len(children)
 
@@ -171,8 +164,7 @@ def test_a_scheduler_of_tune_ends_the_worse_trials_and_the_best_is_exported(
         *tiny_words(corpus, tmp_path, 40, 4), *BAND, "--sweep.num-concurrent=1", "--sweep.scheduler=asha",
         "--sweep.axes", f"{RATE}=1e-3,3e-3,1e-5",
     ]  # fmt: skip
-    config = configure(words)
-    results = run_sweep(make_sweep(config))
+    results = run_sweep(resolve(words))
     assert "3 (grid, scheduler asha)" in capsys.readouterr().out
     assert not results.failed
     rows = {row.point[RATE]: row for row in results.rows}
@@ -189,7 +181,7 @@ def test_a_scheduler_of_tune_ends_the_worse_trials_and_the_best_is_exported(
     # The best trial is exported from its checkpoint if it is one that was ended early.
     for rate in (1e-3, 3e-3):
         shutil.rmtree(tmp_path / "rho" / rows[rate].name)
-    _export_best(make_sweep(config), rows[1e-5])
+    _export_best(resolve(words), rows[1e-5])
     assert (tmp_path / "rho" / "export" / "config.json").is_file()
 
 
@@ -198,7 +190,7 @@ def test_a_population_goes_on_from_its_best_runs(cluster: dict[str, str], corpus
     words = tiny_words(corpus, tmp_path, 24, 4)
 
     def run(*more: str) -> list[Row]:
-        results = run_sweep(make_sweep(configure([*words, *more])))
+        results = run_sweep(resolve([*words, *more]))
         assert not results.failed
         return list(results.rows)
 
@@ -235,7 +227,7 @@ def test_the_lines_of_python_on_the_page_run_with_a_search_and_a_scheduler_of_tu
     cluster: dict[str, str], corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "sweeps.md").read_text(), re.DOTALL)
-    config = configure([*tiny_words(corpus, tmp_path, 4, 2), "--base.tracking.no-enabled"])
+    config = configure(PRESETS, [*tiny_words(corpus, tmp_path, 4, 2), "--base.tracking.no-enabled"])
     tiny = {
         'PRESETS["gpt2-rho-lr-small"]()': "config", "num_samples=4": "num_samples=2", "max_t=300": "max_t=4",
         "grace_period=100": "grace_period=2", "tune_config=settings": "tune_config=settings, run_config={}",

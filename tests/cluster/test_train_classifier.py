@@ -6,19 +6,23 @@ import json
 import os
 import shlex
 import signal
-import threading
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import ray
 from readme_support import lines_like
-from support import runs_of, sweep_runs, training_worker_pids, wait_for
+from support import (
+    at_the_same_time,
+    configure,
+    runs_of,
+    sweep_runs,
+    training_worker_pids,
+    wait_for,
+    wait_for_free_cpus,
+    with_sections,
+)
 from transformers import AutoConfig, AutoModel
 
-from jobs.engine.command_line import parse_preset
 from jobs.engine.lease import LEASE_FILE
 from jobs.engine.metrics import TrackedRun
 from jobs.engine.tracking import find_child
@@ -45,29 +49,24 @@ def make(downstream: Path, storage: Path, *changes: str) -> CrossValidation:
     words = line.replace("senteval/data/downstream", str(downstream)).replace(" --data.tasks TREC CR", "")
     paths = ["--model.path", str(downstream / "encoder"), "--run.storage", str(storage)]
     words = [*shlex.split(words)[3:], *paths, *SETTINGS, *changes]
-    return make_cross_validation(parse_preset(PRESETS, words, job="train_classifier", purpose="")[0])
-
-
-def named(cell: ClassifierConfig, name: str) -> ClassifierConfig:
-    return replace(cell, run=replace(cell.run, name=name))
+    return make_cross_validation(configure(PRESETS, words))
 
 
 @pytest.fixture(scope="module")
 def downstream(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write an easy task in SentEval's format and an encoder to start from, and return their directory."""
     directory = tmp_path_factory.mktemp("downstream")
-    words = {"neg": "bad", "pos": "good"}
     (directory / "CR").mkdir()
     texts = []
-    for kind, word in words.items():
+    for kind, word in (("neg", "bad"), ("pos", "good")):
         lines = [f"{word} film {'really ' * (number % 4)}{number}" for number in range(20)]
         (directory / "CR" / f"custrev.{kind}").write_text("\n".join(lines))
         texts += lines
     tokenizer = train_wordpiece(texts, 100)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     config = AutoConfig.for_model(
-        "roberta", vocab_size=len(tokenizer), pad_token_id=0, max_position_embeddings=40,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **sizes,
+        "roberta", vocab_size=len(tokenizer), pad_token_id=0, max_position_embeddings=40, hidden_size=16,
+        num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     AutoModel.from_config(config).save_pretrained(directory / "encoder")
     tokenizer.save_pretrained(directory / "encoder")
@@ -89,16 +88,20 @@ def test_a_cross_validation(cluster: dict[str, str], downstream: Path, tmp_path:
     assert len(runs_of(results.tracking_uri, "classifiers")) == 3
 
 
-def kill_once(parent: TrackedRun, configs: Sequence[ClassifierConfig], is_over: threading.Event) -> None:
+def kill_once(parent: TrackedRun, *waiting: ClassifierConfig) -> None:
     """Kill the process of every run once, as soon as the run is in MLflow."""
-    waiting = list(configs)
-    while not is_over.wait(0.02):
-        for config in list(waiting):
+    alive = list(waiting)
+
+    def are_killed() -> bool:
+        for config in list(alive):
             with suppress(OSError, ValueError):
                 held = json.loads(Path(config.run.directory, LEASE_FILE).read_text())
                 if find_child(parent, config.run.name):
                     os.kill(held["pid"], signal.SIGKILL)
-                    waiting.remove(config)
+                    alive.remove(config)
+        return not alive
+
+    wait_for(are_killed)
 
 
 @pytest.mark.long
@@ -110,29 +113,16 @@ def test_a_trial_whose_process_dies_is_restarted_or_fails_alone_and_with_it_what
         work.config, work.config.tracking, uri=work.examples[0].tracking_uri, num_trials=5, data_sets={}
     )
     assert parent is not None
-    cell = work.cells[0]
-    restarted = replace(cell, run=replace(cell.run, name="restarted", max_restarts=1))
-    trials = [
-        Trial(config=restarted),
-        Trial(config=named(cell, "later"), after="killed"),
-        Trial(config=named(cell, "next"), after="fine"),
-        Trial(config=named(cell, "killed")),
-        Trial(config=named(cell, "fine")),
-    ]
-    is_over = threading.Event()
-    killer = threading.Thread(target=kill_once, args=(parent, [restarted, named(cell, "killed")], is_over))
-    killer.start()
-    try:
-        outcomes = run_trials(
-            trials,
-            directory=str(tmp_path / "trials"),
-            parent=parent,
-            num_concurrent=2,
-            describe=lambda outcome: f"{outcome['num_steps']}",
-        )
-    finally:
-        is_over.set()
-        killer.join()
+
+    def named(name: str, **run: int) -> ClassifierConfig:
+        config: ClassifierConfig = with_sections(work.cells[0], {"run": {"name": name, **run}})
+        return config
+
+    after = {"restarted": "", "later": "killed", "next": "fine", "killed": "", "fine": ""}
+    trials = [Trial(config=named(name, max_restarts=int(name == "restarted")), after=after[name]) for name in after]
+    directory, options = str(tmp_path / "trials"), {"parent": parent, "num_concurrent": 2, "describe": str}
+    with at_the_same_time(lambda: kill_once(parent, named("restarted"), named("killed"))):
+        outcomes = run_trials(trials, directory=directory, **options)
     finished = {name: outcome["num_steps"] for name, outcome in outcomes.finished.items()}
     assert finished == {"fine": 12, "next": 12, "restarted": 12}
     assert "died" in outcomes.failed["killed"]
@@ -140,5 +130,5 @@ def test_a_trial_whose_process_dies_is_restarted_or_fails_alone_and_with_it_what
     runs = runs_of(parent.uri, "classifiers")
     found = {run.info.run_name: run.info.status for run in runs if "mlflow.parentRunId" in run.data.tags}
     assert found == {"killed": "FAILED", **dict.fromkeys(finished, "FINISHED")}
-    wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
-    assert not training_worker_pids(cluster)
+    wait_for_free_cpus()
+    assert not training_worker_pids(cluster["HEAD_PID"])
