@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import tarfile
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
+from text_archive_support import tar
 from tokenizers.processors import TemplateProcessing
 from transformers import CLIPConfig, CLIPModel, PreTrainedTokenizerFast
 
@@ -38,9 +38,7 @@ def make_dual_encoder(directory: Path, *, seed: int = 0) -> str:
     """Save a random ResNet and DistilBERT with projections, as `train_clip` exports them; return their directory."""
     torch.manual_seed(seed)
     tokenizer = make_tokenizer()
-    image = random_tower(
-        "resnet", "image", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"
-    )  # fmt: skip
+    image = random_tower("resnet", "image", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
     text = random_tower(
         "distilbert", "text", vocab_size=len(tokenizer), dim=16, n_heads=2, n_layers=1, hidden_dim=32,
         max_position_embeddings=48, initializer_range=0.4,
@@ -92,16 +90,10 @@ def png(image: np.ndarray) -> bytes:
     return stream.getvalue()
 
 
-def write_tar(path: Path, members: dict[str, bytes | None]) -> str:
-    """Write a tar of files, in which a member without bytes becomes a folder, and return its path."""
+def write_tar(path: Path, members: dict[str, bytes]) -> None:
+    """Write a tar of files."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data or b"")
-            info.type = tarfile.DIRTYPE if data is None else tarfile.REGTYPE
-            tar.addfile(info, io.BytesIO(data or b""))
-    return str(path)
+    path.write_bytes(tar(members))
 
 
 def make_pairs(directory: Path, *, num_images: int = 20) -> tuple[list[np.ndarray], list[tuple[str, int]]]:
@@ -112,7 +104,7 @@ def make_pairs(directory: Path, *, num_images: int = 20) -> tuple[list[np.ndarra
     """
     rng = np.random.default_rng(1)
     images, captions = [], []
-    members: list[dict[str, bytes | None]] = [{}, {}]
+    members: list[dict[str, bytes]] = [{}, {}]
     for number in range(num_images):
         image, key = make_image(rng), f"{number:05d}"
         texts = [" ".join(rng.choice(WORDS, size=rng.integers(2, 9))) for _ in range(1 + number % 5)]
@@ -134,7 +126,7 @@ def make_classes(path: Path, *, num_images: int = 21) -> tuple[list[np.ndarray],
         the images that can be read, in the order of their paths, and the indices of their classes in `CLASSES`.
     """
     rng = np.random.default_rng(2)
-    members: dict[str, bytes | None] = {}
+    members: dict[str, bytes] = {}
     kept = []
     for number in range(num_images):
         label, image = number % len(CLASSES), make_image(rng)

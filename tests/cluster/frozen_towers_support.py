@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from clip_support import SIDE, make_dual_encoder, make_pairs
 from image_archive_support import prepare
+from torch import nn
 
 from jobs.engine.config import OptimizerSection, RunSection, WorkersSection
 from jobs.scoring.features import Towers, read_pairs, units_of
@@ -21,10 +21,17 @@ from jobs.tasks.dual_encoder.config import (
     PairTemperatureSection,
     RetrievalValidationSection,
 )
-from jobs.tasks.dual_encoder.task import ClipTask, caption_noise, embeddings_of, pair_source, refer_to_towers
+from jobs.tasks.dual_encoder.task import (
+    ClipTask,
+    caption_noise,
+    embeddings_of,
+    pair_source,
+    refer_to_towers,
+    tensors_of,
+)
 from pipelines.features import PairEmbeddings
 from pipelines.images.manifest import ImageManifest
-from pipelines.stream import Batch
+from tempnet.contrastive.config import gamma_at
 
 NUM_STEPS, BATCH_SIZE = 10, 8
 """Steps of a run, which are more than an epoch of 56 pairs, and pairs of a batch."""
@@ -89,25 +96,16 @@ def make_data(
     return DataReference(train=directory, validation=directory, base=refer_to_towers(config), features=features)
 
 
-def batches_of(task: ClipTask) -> Iterator[Batch]:
-    """Yield the batches of a whole run, read in this process in the order of training."""
-    stream = replace(task.stream, num_readers=0)
-    yield from stream.batches(0, task.config.run.num_steps * task.config.optimizer.batch_size)
-
-
 def train_alone(task: ClipTask) -> tuple[list[float], list[int]]:
     """Train a task that is built, by autograd and PyTorch's own optimizer; return losses and digests of all steps."""
-    from torch import nn
-
-    from jobs.engine.deepspeed_engine import make_optimizer
-    from jobs.tasks.dual_encoder.task import tensors_of
-    from tempnet.contrastive.config import gamma_at
+    from jobs.engine.deepspeed_engine import make_optimizer  # imports DeepSpeed, which takes seconds
 
     config: Any = task.config
     parameters = list(task.module.loss.parameters())
     optimizer, scheduler = make_optimizer([(task.parameter_groups(), config)])
     losses, digests = [], []
-    for step, batch in enumerate(batches_of(task)):
+    stream = replace(task.stream, num_readers=0)  # read in this process
+    for step, batch in enumerate(stream.batches(0, NUM_STEPS * BATCH_SIZE)):
         gamma = gamma_at(config.temperature.loss_config, step, config.run.num_steps)
         is_steered = task.steering.follows(optimizer)
         output = task.module(**tensors_of(batch, next(task.module.parameters()).device), gamma=gamma)
