@@ -6,13 +6,13 @@ name, and those that they name, from the environment of the tests."""
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import venv
 import zipfile
 from collections.abc import Iterator
-from email import message_from_bytes
-from importlib.metadata import Distribution, distribution
+from importlib.metadata import Distribution, PathDistribution, distribution
 from pathlib import Path
 
 import pytest
@@ -26,29 +26,14 @@ NOT_FOR_THE_LIBRARY = ["ray", "deepspeed", "mlflow", "pyarrow", "lm_eval", "tyro
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the wheel by the recipe of `make wheel`, from a copy of the sources, and return its path."""
     at = tmp_path_factory.mktemp("wheel")
-    parts = [
-        "setup.py",
-        "tempnet",
-        "jobs",
-        "pipelines",
-        "infra",
-        "pyproject.toml",
-        "requirements.lock",
-        "README.md",
-        "LICENSE",
-    ]
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *parts]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    for name in filter(None, listed.stdout.split("\0")):
-        if (ROOT / name).exists():
-            (at / name).parent.mkdir(parents=True, exist_ok=True)
-            (at / name).write_bytes((ROOT / name).read_bytes())
+    for room in ("tempnet", "jobs", "pipelines", "infra"):
+        shutil.copytree(ROOT / room, at / room, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "requirements.lock", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, at)
     command = ["make", "--dry-run", "--no-print-directory", "--old-file=.venv/.ready", f"--file={ROOT}/Makefile"]
-    recipe = subprocess.run(
-        [*command, f"BIN={Path(sys.executable).parent}", "wheel"], cwd=at, capture_output=True, text=True, check=True
-    )
-    assert "pip wheel" in recipe.stdout
-    subprocess.run(["bash", "-ec", recipe.stdout], cwd=at, check=True)
+    recipe = subprocess.check_output([*command, f"BIN={Path(sys.executable).parent}", "wheel"], cwd=at, text=True)
+    assert "pip wheel" in recipe
+    subprocess.run(["bash", "-ec", recipe], cwd=at, check=True)
     (built,) = (at / "dist").iterdir()
     return built
 
@@ -61,7 +46,7 @@ def required(requirements: list[str], extra: str = "") -> Iterator[Requirement]:
             yield requirement
 
 
-def closure(requirements: list[str], extra: str) -> dict[str, Distribution]:
+def closure(requirements: list[str], extra: str) -> list[Distribution]:
     """Return the installed distributions that requirements name, and those that they name in turn."""
     found: dict[str, Distribution] = {}
     waiting = list(required(requirements, extra))
@@ -73,23 +58,12 @@ def closure(requirements: list[str], extra: str) -> dict[str, Distribution]:
             assert requirement.specifier.contains(found[name].version), requirement
             extras = requirement.extras or {""}
             waiting += (one for name_ in extras for one in required(found[name].requires or [], name_))
-    return found
+    return list(found.values())
 
 
-def link_into(site: Path, distributions: list[Distribution]) -> None:
-    """Link all top-level files and directories of distributions into a directory."""
-    for one in distributions:
-        for file in one.files or ():
-            top = file.parts[0]
-            if top not in ("..", "__pycache__") and not (site / top).exists():
-                (site / top).symlink_to(Path(str(one.locate_file(top))))
-
-
-def metadata_of(wheel: Path) -> dict[str, list[str]]:
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        message = message_from_bytes(archive.read(name))
-    return {key: message.get_all(key) or [] for key in ("Requires-Dist", "Requires-Python", "Provides-Extra")}
+def distribution_of(wheel: Path) -> Distribution:
+    (info,) = (place for place in zipfile.Path(wheel).iterdir() if place.name.endswith(".dist-info"))
+    return PathDistribution(info)
 
 
 def test_the_wheel_holds_the_library_and_the_jobs_below_it(wheel: Path) -> None:
@@ -104,11 +78,10 @@ def test_the_wheel_holds_the_library_and_the_jobs_below_it(wheel: Path) -> None:
 
 
 def test_the_extra_brings_what_the_pipeline_pins(wheel: Path) -> None:
-    metadata = metadata_of(wheel)
-    assert "pipeline" in metadata["Provides-Extra"]
-    light = {requirement.name for requirement in required(metadata["Requires-Dist"])}
+    requires = distribution_of(wheel).requires or []
+    light = {requirement.name for requirement in required(requires)}
     assert light == {"huggingface-hub", "safetensors", "scipy", "torch", "transformers"}
-    heavy = {requirement.name for requirement in required(metadata["Requires-Dist"], "pipeline")}
+    heavy = {requirement.name for requirement in required(requires, "pipeline")}
     assert {"ray", "deepspeed", "mlflow", "pyarrow"} <= heavy - light
 
 
@@ -141,10 +114,14 @@ print("works")
 
 
 def install(wheel: Path, directory: Path, extra: str) -> Path:
-    """Make an environment of the wheel and what its metadata name, and return the directory of its commands."""
+    """Make an environment of the wheel and links to what its metadata name, and return the directory of its commands."""
     venv.create(directory, with_pip=False)
     (site,) = directory.glob("lib/python*/site-packages")
-    link_into(site, list(closure(metadata_of(wheel)["Requires-Dist"], extra).values()))
+    for one in closure(distribution_of(wheel).requires or [], extra):
+        for file in one.files or ():
+            top = file.parts[0]
+            if top not in ("..", "__pycache__") and not (site / top).exists():
+                (site / top).symlink_to(Path(str(one.locate_file(top))))
     pip = [sys.executable, "-m", "pip", "--python", str(directory / "bin/python"), "install", "--quiet"]
     subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True)
     return directory / "bin"
