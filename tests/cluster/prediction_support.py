@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipelines.text.tokenization import train_bpe
 from tempnet.network import PAIRED_DIRECTORY, TempNet
@@ -31,14 +31,12 @@ def save_tiny_model(directory: Path, *, with_bias: bool = False) -> Path:
     With an output bias, the TempNet cannot be folded into the output layer.
     """
     torch.manual_seed(0)
-    sizes = {"vocab_size": NUM_LOGITS, "n_positions": CONTEXT_LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    ids = {"bos_token_id": 0, "eos_token_id": 0}
+    name, options = ("gptj", {"rotary_dim": 4}) if with_bias else ("gpt2", {})
     # The initial weights are large, because otherwise every prediction would be about uniform.
-    config: PreTrainedConfig
-    if with_bias:
-        config = GPTJConfig(**sizes, **ids, rotary_dim=4, initializer_range=0.5)
-    else:
-        config = GPT2Config(**sizes, **ids, initializer_range=0.5)
+    config = AutoConfig.for_model(
+        name, vocab_size=NUM_LOGITS, n_positions=CONTEXT_LENGTH, n_embd=16, n_layer=2, n_head=2, bos_token_id=0,
+        eos_token_id=0, initializer_range=0.5, **options,
+    )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     if with_bias:
         torch.nn.init.normal_(model.lm_head.bias)
