@@ -88,18 +88,16 @@ def cross_validate(work: CrossValidation) -> Results[Row]:
         data_cpus=work.examples[0].data_cpus,
     )
     rows = make_rows(config, outcomes.finished)
+    cells = {
+        name: {"accuracy": outcome["validation"]["accuracy"], "confusion": outcome["confusion"]}
+        for name, outcome in outcomes.finished.items()
+    }
     return publish(
         config,
         parent,
         rows=rows,
         table=as_markdown(rows, config),
-        content={
-            "rows": [dataclasses.asdict(row) for row in rows],
-            "cells": {
-                name: {"accuracy": outcome["validation"]["accuracy"], "confusion": outcome["confusion"]}
-                for name, outcome in outcomes.finished.items()
-            },
-        },
+        content={"rows": [dataclasses.asdict(row) for row in rows], "cells": cells},
         metrics={f"accuracy/{row.task}/{row.setting}": row.accuracy.mean for row in rows if row.accuracy is not None},
         failed=outcomes.failed,
     )
@@ -130,12 +128,10 @@ def make_rows(config: CrossValidationConfig, outcomes: Mapping[str, Mapping[str,
     for task in config.tasks:
         baseline: dict[tuple[int, int], float] = {}
         for setting in grid.settings:
-            names = {(seed, fold): config.cell(task, setting, seed, fold).run.name for seed, fold in replicates}
-            found = {
-                cell: 100.0 * outcomes[name]["validation"]["accuracy"]
-                for cell, name in names.items()
-                if name in outcomes
-            }
+            found = {}
+            for seed, fold in replicates:
+                if outcome := outcomes.get(config.cell(task, setting, seed, fold).run.name):
+                    found[seed, fold] = 100.0 * outcome["validation"]["accuracy"]
             values = list(found.values())
             differences = [value - baseline[cell] for cell, value in found.items() if cell in baseline]
             if setting.name == "ce":

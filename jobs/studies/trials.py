@@ -1,11 +1,9 @@
 """Running many training runs as the trials of one study, and what all studies end with: a table, files, an MLflow run.
 
-A trial is an ordinary run with its own directory, checkpoints and outcome. From these it is recognised when the job is
-started again: a finished trial is not repeated, and an interrupted one continues. A trial that fails, by an error or
-because its process was killed, is reported as failed and does not end the others. As many trials run at a time as fit into
+A trial is an ordinary run, which is recognised when the job is started again: a finished trial is not repeated, and an
+interrupted one continues. One that fails is reported and does not end the others. As many trials run at a time as fit into
 the cluster, each driven by a task of Ray, which trains a trial of one worker with one CPU itself; those that share a frozen
-base may instead train side by side, in one group of workers. Sweeps that search and end trials early run them with Ray Tune
-(`jobs.studies.sweeps`).
+base may instead train side by side. Sweeps that end trials early run them with Ray Tune (`jobs.studies.sweeps`).
 """
 
 from __future__ import annotations
@@ -105,8 +103,7 @@ def run_command(
 ) -> int:
     """Make the plan, and either print it or run it and print the results; returns the exit status, 1 if a trial failed.
 
-    Exits with a message if the configuration is refused, and on Ctrl-C. `check` refuses what `run` refuses before it starts
-    Ray; `files` are the names of the files in the results directory to point the user to.
+    `check` refuses what `run` refuses before it starts Ray; `files` are those of the results to point the user to.
     """
     with ending_in_one_line(lambda: config.run.directory):
         work = make(config)
@@ -132,10 +129,7 @@ def open_parent(
     num_trials: int,
     data_sets: Mapping[str, tuple[str, str, str]],
 ) -> TrackedRun | None:
-    """Open the MLflow parent run of the trials, or find it again if they are continued; returns None if `uri` is empty.
-
-    The fields of the configuration become its parameters; `data_sets` is context → (name, digest, source URI).
-    """
+    """Open the MLflow parent run of the trials, or find it again if they are continued; None if `uri` is empty."""
     if not uri:
         return None
     return open_run(
@@ -168,8 +162,7 @@ def run_trials(
         describe: describes an outcome in a few words.
         num_concurrent: maximum number of trials at a time; 0: as many as fit into the cluster.
         data_cpus: logical CPUs that each trial uses to read data.
-        num_side_by_side: maximum number of trials whose networks train side by side, of those that can
-            (:func:`shares_base`); they run after the others. 1: every trial runs by itself.
+        num_side_by_side: maximum number of trials that train side by side, after the others (:func:`shares_base`).
     """
     finished: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
@@ -211,10 +204,8 @@ def record_failures(parent: TrackedRun | None, failed: Mapping[str, str]) -> Non
 
 
 def shares_base(configs: Sequence[TrainingConfig]) -> bool:
-    """Returns whether these runs can train their networks side by side.
-
-    They are networks alone, on the same frozen base and the same batches, and differ in numbers of the sections temperature
-    and optimizer.
+    """Return whether these runs can train side by side: networks alone, on the same frozen base and the same batches, that
+    differ in numbers of the sections temperature and optimizer.
     """
     return len(configs) > 1 and len(set(map(_describe_shared, configs))) == 1
 
@@ -247,10 +238,7 @@ def find_groups(trials: Sequence[Trial], num_at_once: int) -> list[list[Trial]]:
 def _run_side_by_side(
     groups: Sequence[Sequence[Trial]], finished: Mapping[str, Any], parent_run_id: str, directory: str
 ) -> Iterator[tuple[Trial, str]]:
-    """Run one group of trials after the other, and yield each trial with its error, if it has one.
-
-    `finished` has the names of the trials that have finished so far.
-    """
+    """Run one group of trials after the other, and yield each trial with its error; `finished` has the names so far."""
     for group in groups:
         if (base := group[0].after) and base not in finished:
             yield from ((trial, _base_failed(base)) for trial in group)
@@ -302,9 +290,8 @@ def _run_tasks(
         except Exception as raised:
             error = raised
         # Ray's own retries of a task have no limit where memory is short.
-        has_crashed = isinstance(error, _PROCESS_DIED) or isinstance(
-            getattr(error, "cause", None), CrashedTrainingError
-        )
+        cause = getattr(error, "cause", None)
+        has_crashed = isinstance(error, _PROCESS_DIED) or isinstance(cause, CrashedTrainingError)
         # Workers of Ray Train are restarted by it instead.
         num_restarts = trial.config.run.max_restarts if _trains_in_task(trial.config) else 0
         if error and has_crashed and starts[trial.name] <= num_restarts:
@@ -327,20 +314,18 @@ def _base_failed(base: str) -> str:
 
 
 def _trains_in_task(config: TrainingConfig) -> bool:
-    # A process that is used again saves the start of a controller and a worker, and their imports, for every trial; it reads
-    # its data itself, for which a worker of one CPU has no other. The memory of a GPU would stay taken in it, and data that
-    # are prepared meanwhile need CPUs of their own.
+    # A process that is used again saves the start of a controller and a worker for every trial. The memory of a GPU would
+    # stay taken in it, and data that are prepared meanwhile need CPUs of their own.
     workers, is_streaming = config.workers, flatten(config).get("data.prepare") == "streaming"
     return workers.max_workers == 1 and workers.cpus_per_worker <= 1.0 and not workers.use_gpu and not is_streaming
 
 
 def _task_options(config: TrainingConfig) -> dict[str, Any]:
     """Returns the options of the Ray task that runs a trial."""
-    options = {"num_cpus": DRIVER_CPUS, "max_retries": 0}
     if not _trains_in_task(config):
-        return options
-    num_cpus = DRIVER_CPUS + config.workers.cpus_per_worker
-    return options | {"num_cpus": num_cpus, "runtime_env": {"env_vars": worker_environment(config)}}
+        return {"num_cpus": DRIVER_CPUS, "max_retries": 0}
+    num_cpus, environment = DRIVER_CPUS + config.workers.cpus_per_worker, {"env_vars": worker_environment(config)}
+    return {"num_cpus": num_cpus, "max_retries": 0, "runtime_env": environment}
 
 
 def _run_trial(
@@ -416,12 +401,10 @@ def describe_data(config: TrainingConfig) -> str:
 
 
 def prepare_once(plans: Iterable[Plan]) -> dict[str, tuple[str, str, str]]:
-    """Prepare the data that trials share, once for each distinct data configuration. Ray must be running.
+    """Prepare the data that trials share, once for each distinct data configuration, as they would write the same files.
 
-    Trials that prepared them at the same time would write the same files.
-
-    Returned is context → (name, digest, source URI), for MLflow; the contexts of the second data configuration are `train-1`
-    and so on.
+    Ray must be running. Returned is context → (name, digest, source URI), for MLflow; the contexts of the second data
+    configuration are `train-1` and so on.
     """
     distinct: dict[str, Plan] = {}
     for plan in plans:
@@ -447,9 +430,8 @@ def publish(
 ) -> Results[Row]:
     """Publish results in the run's directory and in MLflow, and return what to show to the user.
 
-    Writes `results.md` (the table), `results.json` (the configuration, the content and the failed trials; NaN and infinity
-    become null) and `files` (name → content) into the run's directory. They and the metrics are also logged to the parent
-    run, which is then finished.
+    Writes `results.md` (the table), `results.json` (the configuration, the content and the failed trials) and `files` (name →
+    content). They and the metrics are also logged to the parent run, which is then finished.
     """
     results = masked({"configuration": dataclasses.asdict(config), **content, "failed": dict(failed)})
     with tempfile.TemporaryDirectory() as local:

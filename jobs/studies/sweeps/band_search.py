@@ -1,9 +1,7 @@
 """The searches of a sweep, which are generators: they yield the points of a round and are sent their results.
 
 A search depends on nothing else, so a sweep that was interrupted repeats the same search, and finds the finished trials in
-their directories. The band search looks for the value of the first axis that brings the mean temperature into the band,
-then for the other axes' values; it follows the line log τ̄ = a + b·value along the first axis (:func:`next_value`).
-`jobs.studies.sweeps.tuning.BandSearch` is the same search as a `Searcher` of Ray Tune.
+their directories. `jobs.studies.sweeps.tuning.BandSearch` is the band search as a `Searcher` of Ray Tune.
 
 The objective among trials in the band is a validation loss that is comparable between them, the lower the better. For
 language models it is −log p of the next token; for dual encoders, −log p of the matching partner among all held-out ones
@@ -76,10 +74,8 @@ def list_corners(axes: Axes) -> list[Point]:
 
 
 def search_randomly(axes: Axes, *, num_trials: int, seed: int, whole: Collection[str] = ()) -> Search:
-    """Yields `num_trials` random points between the ends of the axes, each once, in one round.
-
-    Values are drawn log-uniformly if the larger end is at least 10 times the smaller, else uniformly; those of the axes in
-    `whole` are whole numbers.
+    """Yield `num_trials` random points between the ends of the axes, each once, in one round: log-uniformly if the larger end
+    is at least 10 times the smaller, else uniformly. Values of the axes in `whole` are whole numbers.
     """
     rng = np.random.default_rng(seed)
     points = [{name: _draw(values, rng, name in whole) for name, values in axes.items()} for _ in range(num_trials)]
@@ -98,9 +94,8 @@ def is_wide(values: Sequence[float]) -> bool:
 
 def _draw(values: Sequence[float], rng: np.random.Generator, is_whole: bool) -> float:
     low, high = min(values), max(values)
-    if is_wide(values):
-        return round_value(math.exp(rng.uniform(math.log(low), math.log(high))), is_whole)
-    return round_value(rng.uniform(low, high), is_whole)
+    value = math.exp(rng.uniform(math.log(low), math.log(high))) if is_wide(values) else rng.uniform(low, high)
+    return round_value(value, is_whole)
 
 
 # Prior of d log τ̄ / dρ, per nat: what the paper's sweep found between ρ = 8 and 10.5 (TempNet Table 15: 1.65, 1.03,
@@ -240,15 +235,12 @@ class _BandSearch:
 def search_band(axes: Axes, *, band: tuple[float, float], budget: float, **options: Any) -> Search:
     """Searches the first axis for the value that brings the mean temperature into the band, then the other axes there.
 
-    The mean temperature is expected to fall along the first axis (such as ρ). The search tries `start` on it, with the
-    middle values of all other axes, and then follows the line log τ̄ = a + b·value towards the middle of the band. If
-    the first axis's ends do not reach the band, values of the other axes are tried from there.
-
-    When a whole trial has ended in the band, combinations of the other axes compete there in one round, of which the
-    better ones run to the end (`jobs.studies.sweeps.tuning`). The rest of the budget continues from the best trial.
-    Neighbouring combinations that the round had no room for come first, as the loss may still fall there; the first
-    axis is set to the value that should bring them to the middle of the band. If there are none, the first axis is
-    searched for the middle of the band.
+    The search tries `start` on the first axis, with the middle values of all others, and then follows the line
+    log τ̄ = a + b·value towards the middle of the band (:func:`next_value`). If the axis's ends do not reach the band, values
+    of the other axes are tried from there. When a whole trial has ended in the band, combinations of the other axes compete
+    there in one round, of which the better ones run to the end (`jobs.studies.sweeps.tuning`). The rest of the budget
+    continues from the best trial: first with neighbouring combinations that the round had no room for, at the value of the
+    first axis that should bring them to the middle of the band, then along the first axis.
 
     The budget, in whole trials, is never exceeded. Options are `start`, the first value to try on the first axis, its middle
     by default; `slope`, the prior of d log τ̄ / d value along it; `whole`, names of the axes whose values are whole numbers.

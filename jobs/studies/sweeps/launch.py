@@ -23,7 +23,7 @@ from jobs.engine.cluster import check_machine, start_ray
 from jobs.engine.config import TrainingConfig
 from jobs.engine.console import clock
 from jobs.engine.export import configure, find_checkpoint, make_late_export
-from jobs.engine.fields import configuration_hash
+from jobs.engine.fields import configuration_hash, flatten
 from jobs.engine.launch import check_directory, check_room, claim_directory, make_plan, tracking_uri
 from jobs.engine.lease import Lease
 from jobs.engine.masking import masked
@@ -154,9 +154,7 @@ def _run_tune(sweep: Sweep, parent: TrackedRun | None, num_at_once: int) -> tupl
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
     num_steps = config.base.run.num_steps
     settings: dict[str, Any]
-    space: dict[str, Any] = {
-        field: value for field in HYPERPARAMETERS if (value := _value_of(config.base, field)) is not None
-    }
+    space = _hyperparameters(config.base)
     search: BandSearch | None = None
     if section.search == "band":
         search = BandSearch(
@@ -192,16 +190,15 @@ def _run_tune(sweep: Sweep, parent: TrackedRun | None, num_at_once: int) -> tupl
     finished = [name for name, (_, outcome) in _read_runs(config).items() if outcome is not None]
     stopper = RuleStopper(_band_rule(sweep), search, finished)
     print(f"trials finished before: {len(finished)}, in {config.run.directory}", flush=True)
+    # A trial may start from what another has left a generation ago.
+    num_shared = 2 + num_steps // config.base.validation.every // section.num_generations
     tuner = tune.Tuner(
         make_trainable(
             config.base,
             named=tuple(section.values),
             num_at_once=num_at_once,
             parent_run_id=parent.run_id if parent else "",
-            # A trial may start from what another has left a generation ago.
-            num_shared=2 + num_steps // config.base.validation.every // section.num_generations
-            if section.scheduler == "pbt"
-            else 0,
+            num_shared=num_shared if section.scheduler == "pbt" else 0,
         ),
         param_space=space,
         tune_config=tune.TuneConfig(scheduler=scheduler, **{"max_concurrent_trials": num_at_once, **settings}),
@@ -228,10 +225,9 @@ def _run_tune(sweep: Sweep, parent: TrackedRun | None, num_at_once: int) -> tupl
 def match_runs(
     results: Sequence[Any], found: Runs, axes: Iterable[str], reasons: Mapping[str, str]
 ) -> tuple[Runs, dict[str, str], dict[str, str]]:
-    """Return the runs in the order of Tune's results, and the errors and reasons of those that ended early, by run.
+    """Return the runs in the order of Tune's results, and the errors and reasons (by trial ID) of those that ended early.
 
-    `reasons` has the trial IDs of those that a rule has ended. A trial that went on from another's checkpoint is a run of its
-    own, whose name begins with that of its values.
+    A trial that went on from another's checkpoint is a run of its own, whose name begins with that of its values.
     """
     runs, errors, early = Runs(), dict[str, str](), dict[str, str]()
     for result in results:
@@ -251,15 +247,15 @@ def _table_of(config: SweepConfig[Any], runs: Runs) -> pd.DataFrame:
     """Return a table as Tune's, with a row for every run."""
     rows = []
     for point, outcome in runs.values():
-        values = {field: _value_of(config.base, field) for field in HYPERPARAMETERS} | point
+        values = _hyperparameters(config.base) | point
         scores = outcome["validation"] | {"step": outcome["num_steps"]} if outcome else {}
-        rows.append(scores | {f"config/{field}": value for field, value in values.items() if value is not None})
+        rows.append(scores | {f"config/{field}": value for field, value in values.items()})
     return pd.DataFrame(rows)
 
 
-def _value_of(config: TrainingConfig, field: str) -> Any:
-    section, _, name = field.rpartition(".")
-    return getattr(getattr(config, section), name, None)
+def _hyperparameters(config: TrainingConfig) -> dict[str, Any]:
+    values = flatten(config)
+    return {field: values[field] for field in HYPERPARAMETERS if values.get(field) is not None}
 
 
 def _domain(values: list[float], is_whole: bool) -> Any:
@@ -391,10 +387,8 @@ def _publish(
     config, band = sweep.config, sweep.config.sweep.band
     rows = [make_row(name, point, outcome, errors.get(name, ""), band) for name, (point, outcome) in runs.items()]
     best, _ = choose(rows, band)
-    num_grid_steps = 0
-    if config.sweep.search in ("grid", "band"):
-        grid = next(search_grid(config.sweep.values))
-        num_grid_steps = sum(with_values(config.base, point).run.num_steps for point in grid)
+    grid = next(search_grid(config.sweep.values)) if config.sweep.search in ("grid", "band") else []
+    num_grid_steps = sum(with_values(config.base, point).run.num_steps for point in grid)
     content = io.BytesIO()
     table.to_parquet(content)
     results = publish(

@@ -137,27 +137,23 @@ def draw_axes(rows: Sequence[Row], band: tuple[float, float]) -> Figure:
     """Draws mean τ, with the band, and the loss over every axis; lines join trials that differ only in that axis."""
     axes = list(rows[0].point)
     figure = Figure((5.5 * len(axes), 7), layout="constrained")
-    panels = figure.subplots(2, len(axes), squeeze=False)
-    for column, axis in enumerate(axes):
+    for axis, (above, below) in zip(axes, figure.subplots(2, len(axes), squeeze=False).T, strict=True):
         groups = _group(rows, axis)
         for line, group in groups.items():
             group = [row for row in group if math.isfinite(row.tau_mean)]
-            values = [row.point[axis] for row in group]
-            (drawn,) = panels[0][column].plot(values, [row.tau_mean for row in group], "o-", label=line)
-            panels[1][column].plot(values, [row.loss for row in group], "o-", color=drawn.get_color())
-            for panel, height in ((panels[0][column], "tau_mean"), (panels[1][column], "loss")):
-                cut = [row for row in group if row.stopped]
-                panel.plot([row.point[axis] for row in cut], [getattr(row, height) for row in cut], "kx", ms=9)
-        panels[0][column].axhspan(*band, alpha=0.15, color="green", label="band")
-        panels[0][column].set(xlabel=axis, ylabel="mean τ (×: ended early)")
-        panels[1][column].set(xlabel=axis, ylabel=TITLE)
-        values = sorted({row.point[axis] for row in rows})
-        for panel in panels[:, column]:
-            if is_wide(values):
-                panel.set_xscale("log")
+            cut = [row for row in group if row.stopped]
+            (drawn,) = above.plot([row.point[axis] for row in group], [row.tau_mean for row in group], "o-", label=line)
+            below.plot([row.point[axis] for row in group], [row.loss for row in group], "o-", color=drawn.get_color())
+            above.plot([row.point[axis] for row in cut], [row.tau_mean for row in cut], "kx", ms=9)
+            below.plot([row.point[axis] for row in cut], [row.loss for row in cut], "kx", ms=9)
+        above.axhspan(*band, alpha=0.15, color="green", label="band")
+        above.set(xlabel=axis, ylabel="mean τ (×: ended early)")
+        below.set(xlabel=axis, ylabel=TITLE)
+        for panel in (above, below):
+            panel.set_xscale("log" if is_wide([row.point[axis] for row in rows]) else "linear")
             panel.grid(alpha=0.3)
         if len(groups) <= 8:
-            panels[0][column].legend(fontsize=8)
+            above.legend(fontsize=8)
     return figure
 
 

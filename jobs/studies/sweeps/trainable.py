@@ -33,12 +33,7 @@ from jobs.scoring.mlflow_models import record_models
 from jobs.studies.sweeps.config import name_of, place_trial, with_values
 from jobs.studies.trials import DRIVER_CPUS, make_plan_in_outage
 
-HYPERPARAMETERS = (
-    "temperature.rho",
-    "optimizer.learning_rate_base",
-    "optimizer.learning_rate_tempnet",
-    "run.seed",
-)
+HYPERPARAMETERS = ("temperature.rho", "optimizer.learning_rate_base", "optimizer.learning_rate_tempnet", "run.seed")
 """Fields that every trial of a sweep shows in Tune's tables, whether the sweep varies them or not."""
 _POINTER_FILE = "start.json"
 
@@ -51,7 +46,7 @@ def make_trainable(
     parent_run_id: str = "",
     num_shared: int = 0,
 ) -> Any:
-    """Returns a trainable for `ray.tune.Tuner`, whose `param_space` holds fields of the configuration by name.
+    """Return a trainable for `ray.tune.Tuner`, whose `param_space` holds fields of the configuration by name.
 
     Ray is started if it is not running. Limit the number of concurrent trials so that workers and readers of data fit:
     `TuneConfig(max_concurrent_trials=…)`, or `BasicVariantGenerator(max_concurrent=…)`.
@@ -61,12 +56,9 @@ def make_trainable(
         named: the fields whose values make the name of a trial's run; none: all that `param_space` holds.
         num_at_once: number of trials that run at the same time on a machine, which share its cores.
         parent_run_id: ID of the MLflow run that the trials' runs are shown under; empty for none.
-        num_shared: number of newest checkpoints that a trial keeps for others to go on from, if the scheduler lets them, as
-            population based training does; 0: none do.
+        num_shared: number of newest checkpoints that a trial keeps for others to go on from (population based training).
     """
-    # The configuration may hold the login of a server. Parameters are kept in Ray's memory, if it runs, and not in Tune's
-    # files.
-    start_ray()
+    start_ray()  # which keeps parameters, such as the login of a server, in its memory and not in Tune's files
     trainable = tune.with_parameters(
         _run_trial,
         base=base,
@@ -101,8 +93,7 @@ def _run_trial(
         kept = max(num_shared, placed.run.num_checkpoints_kept)
         placed = dataclasses.replace(placed, run=dataclasses.replace(placed.run, num_checkpoints_kept=kept))
     outcome = find_outcome(placed)
-    # Of a trial that was ended early only the end is reported, so that it is not ended once more, at an earlier step: it has
-    # taken as much of a search's budget as it took before.
+    # Of a trial that was ended early only the end is reported, so that it is not ended once more, at an earlier step.
     if outcome is not None and outcome["num_steps"] == placed.run.num_steps:
         for validation in outcome["validations"][:-1]:
             tune.report({"step": validation["step"], **validation["scores"]})
@@ -141,10 +132,8 @@ def _report_validations() -> TuneReportCallback:
 
 
 def _find_start(name: str) -> tuple[str, str]:
-    """Return the name of the run that Tune starts here, and what it starts from (`run.start_from`).
-
-    Tune may have paused this trial, whose run then goes on, or let it go on from another trial's checkpoint with values of
-    its own, which is a run of its own.
+    """Return the name of the run that Tune starts here, and what it starts from (`run.start_from`): Tune may have paused this
+    trial, whose run then goes on, or let it go on from another's checkpoint with values of its own, which is another run.
     """
     checkpoint = tune.get_checkpoint()
     if checkpoint is None:

@@ -47,10 +47,8 @@ class BandRule:
     num_steps: int
 
     def reason_to_stop(self, validations: Sequence[Validation]) -> str:
-        """Returns why the run cannot end in the band, or an empty string if it may or if its loss has no temperature.
-
-        It cannot if its mean temperature is at a bound of its range, or farther from the band than log τ̄ may still move
-        in the steps that are left.
+        """Return why the run cannot end in the band: its mean temperature is at a bound of its range, or farther away than
+        log τ̄ may still move in the steps that are left. Empty: it may, or its loss has no temperature.
         """
         now = validations[-1]
         tau = now.scores.get("tau_mean", math.nan)
@@ -80,10 +78,7 @@ class Halving:
         self._ranks: dict[str, Rank] = {}
 
     def goes_on(self, trial: str, validations: Sequence[Validation]) -> bool:
-        """Returns whether a trial with these validations, the last of which is new, should continue.
-
-        Its rank at the rung is recorded even if it is reported later, as a continued sweep does.
-        """
+        """Return whether a trial with these validations, the last of which is new, should continue; its rank is recorded."""
         reached = [validation for validation in validations if validation.step >= self._rung]
         if not reached:
             return True
@@ -93,7 +88,6 @@ class Halving:
 
 
 def rank_of(validation: Validation, band: tuple[float, float]) -> Rank:
-    """Returns the rank of a validation: being in the band counts first, then the loss."""
     scores = validation.scores
     return band[0] <= scores.get("tau_mean", math.nan) <= band[1], -loss_of(scores)
 
@@ -101,15 +95,8 @@ def rank_of(validation: Validation, band: tuple[float, float]) -> Rank:
 class BandSearch(Searcher):
     """Suggests the trials of a band search to Ray Tune; see :func:`search_band`.
 
-    A trial must report `tau_mean`, `cross_entropy_tau` and `step`. Give `TuneConfig` `num_samples=-1`: the search ends
-    itself. Its state is not saved, because the runs' own directories show what has been done.
-
-    Args:
-        axes: field → values; the first one is the axis that moves the mean temperature.
-        band: bounds of the mean temperature.
-        num_steps: steps of a whole trial.
-        budget: number of steps in whole trials; never exceeded.
-        options: further options of the search.
+    A trial must report `tau_mean`, `cross_entropy_tau` and `step`; `num_steps` are those of a whole trial. Give `TuneConfig`
+    `num_samples=-1`: the search ends itself. Its state is not saved, as the runs' own directories show what has been done.
     """
 
     def __init__(
@@ -168,10 +155,9 @@ class BandSearch(Searcher):
 
 
 class RuleStopper(Stopper):
-    """Ends trials of Ray Tune whose loss is not finite, and those that the rules of a band end.
+    """Ends trials of Ray Tune whose loss is not finite, and those that a rule ends; those of a band search compete.
 
-    Without a rule only those that diverge; trials compete only if a band search suggests them. Runs whose names are in
-    `finished` only report again, so that they are not ended.
+    Runs whose names are in `finished` only report again, so that they are not ended.
     """
 
     def __init__(self, rule: BandRule | None, search: BandSearch | None = None, finished: Collection[str] = ()) -> None:
@@ -223,11 +209,10 @@ class RuleStopper(Stopper):
 
 
 def make_scheduler(name: str, num_steps: int, points: Axes, num_generations: int) -> TrialScheduler | None:
-    """Returns Ray Tune's scheduler of a name (`SweepSection.scheduler`) for trials of `num_steps`; None for none.
+    """Return Ray Tune's scheduler of a name (`SweepSection.scheduler`) for trials of `num_steps`; None for none.
 
-    `asha` and `median` compare trials from half of their steps on, which is where the band search compares its own: a
-    higher learning rate that is best in the end may still be behind at a quarter of the steps. With `pbt` all trials wait
-    for each other after every part of their steps, and values change between the smallest and the largest of their axis.
+    `asha` and `median` compare trials from half of their steps on, as the band search does. With `pbt` all trials wait for
+    each other after every part of their steps, and values change between the smallest and the largest of their axis.
     """
     half = math.ceil(GRACE_SHARE * num_steps)
     common: dict[str, Any] = {"time_attr": "step", "metric": LOSS, "mode": "min"}

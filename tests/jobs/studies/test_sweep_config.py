@@ -54,17 +54,13 @@ def test_presets_are_grids_of_sixteen_runs(name: str) -> None:
         ({"band": (1.0, 0.5)}, "sweep.band = (1.0, 0.5) must be two rising positive numbers"),
         ({"num_trials": 0}, "sweep.num_trials = 0 must be at least 1"),
         ({"budget": 0.5}, "sweep.budget = 0.5 must be at least 1, for one whole trial"),
-        ({"budget": math.inf}, "sweep.budget = inf must be at least 1, for one whole trial, and finite"),
         ({"search": "band", "band": (1.5, 2.0)}, "sweep.band = (1.5, 2.0) must lie between τ₀ = 0.001 and τ_max = 2"),
         ({"scheduler": "asha", "band": (1.5, 2.0)}, "sweep.band = (1.5, 2.0) must lie between τ₀ = 0.001 and"),
         ({"search": "band", "base": {"temperature.loss": "ce"}}, "no temperature is learned: choose grid or random"),
         ({"search": "band", "scheduler": "asha"}, "band ends trials by rules of its own: choose grid or random"),
-        ({"search": "band", "scheduler": "pbt"}, "choose grid or random, or scheduler none"),
         ({"search": "optuna"}, "needs the package optuna, which is not installed: choose band, grid or random"),
         ({"search": "band", "axes": ("run.num-steps=100,200",)}, "search = band compares trials after the same number"),
         ({"scheduler": "median", "base": {"validation.every": 151}}, "may leave none there: choose at most 150"),
-        ({"scheduler": "asha", "axes": ("run.num-steps=100,200",)}, "varies run.num_steps: leave that axis out"),
-        ({"scheduler": "asha", "base": {"validation.every": 151}}, "may leave none there: choose at most 150"),
         ({"scheduler": "pbt", "base": {"validation.every": 76}}, "may leave no validation there: choose at most 75"),
         ({"scheduler": "pbt", "axes": ("temperature.hidden-size=32,64",)}, "but temperature.hidden_size shapes its"),
         ({"scheduler": "pbt", "axes": ("run.seed=1,2",)}, "run.seed shapes its weights or orders its data"),
@@ -77,29 +73,12 @@ def test_wrong_values_are_refused_with_their_name(changes: dict[str, Any], messa
         sweep(**changes)
 
 
-@pytest.mark.parametrize(
-    ("axes", "names", "values"),
-    [
-        (["run.seed=3,4", "run.num-steps=40"], ["seed3-num_steps40", "seed4-num_steps40"], [(3, 40), (4, 40)]),
-        (["run.seed=20240101,20240102"], ["seed20240101", "seed20240102"], [(20240101, 300), (20240102, 300)]),
-    ],
-)
-def test_seeds_and_numbers_of_steps_are_axes_too(
-    axes: list[str], names: list[str], values: list[tuple[int, int]]
-) -> None:
-    config = sweep(axes=tuple(axes))
+def test_seeds_and_numbers_of_steps_are_axes_too() -> None:
+    config = sweep(axes=("run.seed=3,20240102", "run.num-steps=40"))
     trials = [config.trial(point).run for point in next(config.start())]
-    assert [run.name for run in trials] == names
-    assert [(run.seed, run.num_steps) for run in trials] == values
+    assert [run.name for run in trials] == ["seed3-num_steps40", "seed20240102-num_steps40"]
+    assert [(run.seed, run.num_steps) for run in trials] == [(3, 40), (20240102, 40)]
     assert all(isinstance(value, int) for run in trials for value in (run.seed, run.num_steps))
-
-
-@pytest.mark.parametrize("kind", ["random", "band"])
-def test_whole_fields_are_searched_in_whole_numbers(kind: str) -> None:
-    config = sweep(search=kind, axes=("temperature.hidden-size=32,257",))
-    sizes = [config.trial(point).temperature.hidden_size for point in next(config.start())]
-    assert sizes
-    assert all(isinstance(size, int) and 32 <= size <= 257 for size in sizes)
 
 
 def test_a_scheduler_needs_no_learned_temperature_and_leaves_the_hash_of_a_sweep_as_it_is() -> None:
@@ -124,10 +103,8 @@ def make_rows(*scores: tuple[float, float] | None) -> list[Row]:
         ({}, True),
         ({"axes": ("temperature.rho=2,3", "optimizer.learning-rate-tempnet=1e-3,3e-3")}, True),
         ({"axes": ("run.seed=0,1",)}, False),  # another order of the data
-        ({"axes": ("optimizer.batch-size=16,32",)}, False),  # other batches
         ({"axes": ("temperature.rho=2",)}, False),  # one network
         ({"scheduler": "asha"}, False),
-        ({"search": "band", "band": (0.7, 1.0)}, False),
         ({"search": "optuna"}, False),
         ({"num_side_by_side": 1}, False),
         ({"base": {"model.freeze": False}}, False),

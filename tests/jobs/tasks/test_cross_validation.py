@@ -16,8 +16,7 @@ from jobs import export
 from jobs.engine.export import write_task
 from jobs.engine.fields import configuration_hash, fixed_values, resolve_fields, with_fields
 from jobs.engine.resumption import write_file_list
-from jobs.studies import cross_validation
-from jobs.studies.cross_validation import as_markdown, cross_validate, make_cross_validation, make_rows
+from jobs.studies.cross_validation import as_markdown, make_rows
 from jobs.studies.estimates import estimate
 from jobs.tasks.classifier.config import CrossValidationConfig
 from jobs.tasks.classifier.plan import make_plan
@@ -48,21 +47,6 @@ def test_cells_that_are_compared_have_the_same_folds_and_the_same_start(config: 
     np.testing.assert_array_equal(test.labels, other_test.labels)
 
 
-def test_mlflow_names_a_file_of_sentences_itself(
-    config: CrossValidationConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    work = make_cross_validation(config)
-    for name in ("check_cross_validation", "claim_directory", "start_ray"):
-        monkeypatch.setattr(cross_validation, name, lambda *_: None)
-
-    def open_parent(*_: Any, data_sets: dict[str, tuple[str, str, str]], **__: Any) -> None:
-        raise InterruptedError([uri for *_, uri in data_sets.values()])
-
-    monkeypatch.setattr(cross_validation, "open_parent", open_parent)
-    with pytest.raises(InterruptedError, match=rf"^\['{tmp_path}/films.tsv'\]$"):
-        cross_validate(work)
-
-
 def test_the_supervised_contrastive_loss_is_a_setting_beside_the_others(config: CrossValidationConfig) -> None:
     grid = replace(config.grid, contrastive_weight=(0.5, 0.9), seeds=(2,), num_folds=2)
     names = [setting.name for setting in grid.settings]
@@ -83,7 +67,9 @@ def test_a_cell_that_kept_no_model_is_exported_later(
     config: CrossValidationConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cell = config.cells()[0]
-    assert make_plan(cell).prepare().create_task.args[1] == resolve_fields(cell)  # type: ignore[attr-defined]
+    prepared = make_plan(cell).prepare()
+    assert prepared.create_task.args[1] == resolve_fields(cell)  # type: ignore[attr-defined]
+    assert [uri for *_, uri in prepared.data_sets.values()] == [config.data.file]
     checkpoint = Path(cell.run.directory) / "checkpoint-00000005"
     checkpoint.mkdir(parents=True)
     (checkpoint / "state.json").write_text('{"world_size": 1}')
@@ -98,17 +84,12 @@ def test_a_cell_that_kept_no_model_is_exported_later(
 
 @pytest.mark.parametrize(("with_padding", "with_types"), [(False, True), (True, False)])
 def test_what_the_model_gets(with_padding: bool, with_types: bool) -> None:
-    batch = {
-        "input_ids": np.array([[5, 6, 0, 0], [7, 8, 9, 0]], dtype=np.int32),
-        "token_type_ids": np.array([[0, 1, 0, 0], [0, 0, 1, 0]], dtype=np.int8),
-        "lengths": np.array([2, 3]),
-        "labels": np.array([1, 0]),
-    }
+    ids, width = [[5, 6, 0, 0], [7, 8, 9, 0]], 4 if with_padding else 3
+    batch = {"input_ids": np.array(ids), "token_type_ids": np.ones((2, 4), np.int8), "lengths": np.array([2, 3])}
+    batch["labels"] = np.array([1, 0])
     tensors = sentence_tensors(batch, torch.device("cpu"), with_padding=with_padding, with_types=with_types)
-    width = 4 if with_padding else 3
-    assert tensors["input_ids"].tolist() == [row[:width] for row in batch["input_ids"].tolist()]
+    assert tensors["input_ids"].tolist() == [row[:width] for row in ids]
     assert tensors["attention_mask"].tolist() == [[1, 1, 0, 0][:width], [1, 1, 1, 0][:width]]
-    assert tensors["labels"].tolist() == [1, 0]
     assert ("token_type_ids" in tensors) == with_types
 
 
@@ -119,9 +100,7 @@ def test_folds_divide_the_sentences_and_keep_the_classes_in_proportion() -> None
     for inside, outside in found:
         assert not set(inside) & set(outside)
         assert np.bincount(labels[outside]).tolist() == [10, 6, 4]
-    again, other = folds(labels, 5, seed=2), folds(labels, 5, seed=16)
-    np.testing.assert_array_equal(found[0][1], again[0][1])
-    assert set(found[0][1]) != set(other[0][1])
+    assert set(found[0][1]) == set(folds(labels, 5, seed=2)[0][1]) != set(folds(labels, 5, seed=16)[0][1])
 
 
 def test_a_part_of_the_data_is_the_same_every_time_and_in_proportion(config: CrossValidationConfig) -> None:
