@@ -31,18 +31,13 @@ class CrossValidation:
 
     def describe(self) -> str:
         grid, run = self.config.grid, self.config.run
-        settings = ", ".join(setting.name for setting in grid.settings[:3])
-        more = len(grid.settings) - 3
-        return "\n".join(
-            [
-                f"run          {run.name} in {run.directory} (configuration {configuration_hash(self.config)})",
-                f"cells        {len(self.config.tasks)} tasks × {len(grid.settings)} settings × {len(grid.seeds)} seeds × "
-                f"{grid.num_folds} folds = {len(self.cells)}",
-                f"settings     {settings}{f' and {more} more' if more > 0 else ''}",
-                "",
-                "A cell of every task:",
-                *(plan.describe() + "\n" for plan in self.examples),
-            ]
+        settings, more = ", ".join(setting.name for setting in grid.settings[:3]), len(grid.settings) - 3
+        return (
+            f"run          {run.name} in {run.directory} (configuration {configuration_hash(self.config)})\n"
+            f"cells        {len(self.config.tasks)} tasks × {len(grid.settings)} settings × {len(grid.seeds)} seeds × "
+            f"{grid.num_folds} folds = {len(self.cells)}\n"
+            f"settings     {settings}{f' and {more} more' if more > 0 else ''}\n\nA cell of every task:\n"
+            + "\n".join(plan.describe() + "\n" for plan in self.examples)
         )
 
 

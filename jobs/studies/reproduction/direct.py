@@ -62,10 +62,10 @@ def count_parameters(scale: str, seed: int) -> dict[str, dict[str, float]]:
 
 
 def measure_gradient_scales(scale: str, seed: int) -> dict[str, dict[str, float]]:
-    """Returns |∂loss/∂C| of an anchor whose positive has the cosine C and whose N − 1 negatives have −C, for every form.
+    """Return |∂loss/∂C| of an anchor whose positive has the cosine C and whose N − 1 negatives have −C, for every form.
 
-    The scenario is that of arXiv 2501.17683, Figures 2 to 5. The slopes are those that the training loss gives to its
-    similarities: with W the sum of the negatives' weights, the positive's is −W and the negatives' together W.
+    The scenario is that of arXiv 2501.17683, Figures 2 to 5. With W the sum of the negatives' weights, the slope of the
+    positive is −W and that of the negatives together W.
     """
     scales = {}
     for name, (tau, size) in _FORMS.items():
@@ -82,18 +82,14 @@ def measure_gradient_scales(scale: str, seed: int) -> dict[str, dict[str, float]
 def measure_overhead(scale: str, seed: int) -> dict[str, dict[str, float]]:
     """Returns what TempNet and the robust loss add to the run time of GPT-2 (Table 14).
 
-    The plain model and the one with a TempNet are timed in turn, round after round. `training` and `generation` are
-    medians over the rounds of the ratio to the plain model's time in the same round; the other figures are tokens per second.
-    Weights and tokens are random, since only their shapes matter. A GPU is used if the preset requires one.
+    `training` and `generation` are medians over rounds of the ratio to the plain model's time in the same round; the other
+    figures are tokens per second. Weights and tokens are random. A GPU is used if the preset requires one.
     """
     from jobs.tasks.language_model.models import build_base, build_model, build_tempnet, state_size
     from pipelines.text.tokenization import load_tokenizer
 
     config = PRESETS["gpt2-scratch-small" if scale == "small" else "gpt2-scratch"]()
-    torch.manual_seed(seed)
-    if config.workers.num_threads:
-        torch.set_num_threads(config.workers.num_threads)
-    device, tokenizer = _find_device(config), load_tokenizer(config.tokenizer)
+    device, tokenizer = _find_device(config, seed), load_tokenizer(config.tokenizer)
     size, length = config.optimizer.batch_size, config.data.context_length
     ids, targets = torch.randint(len(tokenizer), (2, size, length), device=device)
     positions = torch.arange(length, device=device).expand(size, length)
@@ -159,10 +155,7 @@ def measure_clip_overhead(scale: str, seed: int) -> dict[str, dict[str, float]]:
 
     def form(name: str) -> Callable[[], None]:
         config = clip.PRESETS[f"{name}-small" if scale == "small" else name]()
-        device = _find_device(config)
-        torch.manual_seed(seed)
-        if config.workers.num_threads:
-            torch.set_num_threads(config.workers.num_threads)
+        device = _find_device(config, seed)
         encoder = build_encoder(config, load_tokenizer(config.tokenizer, needs_eos=False))
         size, pixels, width = config.optimizer.batch_size, config.model.image_size, config.data.num_text_tokens
         module = add_loss(encoder, config, num_pairs=size, device=device)
@@ -191,10 +184,7 @@ def _compare(**tasks: tuple[Mapping[str, Callable[[], object]], int]) -> dict[st
 
 
 def time_in_turn(forms: Mapping[str, Callable[[], object]], num_rounds: int) -> dict[str, list[float]]:
-    """Returns the seconds of every form in every round, of which one more comes first and warms up.
-
-    The order rotates, so that no form always comes first.
-    """
+    """Return the seconds of every form in every round, after one that warms up; the order rotates, which favours none."""
     seconds: dict[str, list[float]] = {name: [] for name in forms}
     order = list(forms)
     for number in range(num_rounds + 1):
@@ -208,7 +198,11 @@ def time_in_turn(forms: Mapping[str, Callable[[], object]], num_rounds: int) -> 
     return seconds
 
 
-def _find_device(config: LanguageModelConfig | ClipConfig) -> torch.device:
+def _find_device(config: LanguageModelConfig | ClipConfig, seed: int) -> torch.device:
+    """Return the device that a preset asks for, with this process's random numbers and threads set as for a run."""
+    torch.manual_seed(seed)
+    if config.workers.num_threads:
+        torch.set_num_threads(config.workers.num_threads)
     if not config.workers.use_gpu:
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -92,12 +92,6 @@ def difference(more: str, less: str, measure: str) -> dict[tuple[str, str], floa
     return {(more, measure): 1.0, (less, measure): -1.0}
 
 
-def above(a: str, b: str, measure: str, *, margin: float = 0.0) -> Statement:
-    """Returns the statement a > b − margin."""
-    text = f"{measure}: {a} > {b}" + (f" − {margin:g}" if margin else "")
-    return Statement(text=text, weights=difference(a, b, measure), low=0.0 - margin)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
     """One table of an experiment at one scale."""
@@ -283,12 +277,11 @@ def read_claim(claim: str | Mapping[str, Any], arms: Sequence[str], measures: Se
         within = float(found[3])
         yield Statement(text=claim, weights=difference(found[1], found[2], head), low=-within, high=within)
     elif found := match(r"ARM ([<>]) (.+?)(?: − NUMBER)?"):
+        own, order, margin = found[1], found[2], float(found[4] or 0.0)
         for name, other in itertools.product(head.split(" | "), found[3].split(" | ")):
-            if found[2] == "<":
-                text = f"{name}: {found[1]} < {other}"
-                yield Statement(text=text, weights=difference(other, found[1], name), low=0.0)
-            else:
-                yield above(found[1], other, name, margin=float(found[4] or 0.0))
+            text = f"{name}: {own} {order} {other}" + (f" − {margin:g}" if margin else "")
+            weights = difference(own, other, name) if order == ">" else difference(other, own, name)
+            yield Statement(text=text, weights=weights, low=0.0 - margin)
     else:
         raise ValueError(f"experiments.yaml: no known form of a claim: {claim!r}")
 

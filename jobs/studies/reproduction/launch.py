@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jobs.engine.cluster import check_machine, start_ray
+from jobs.engine.config import TrackingSection
 from jobs.engine.launch import check_directory, claim_directory, make_plan
 from jobs.engine.task import Plan
 from jobs.engine.tracking import mark_if_ended
@@ -15,7 +16,7 @@ from jobs.scoring.config import LanguageModelPool
 from jobs.studies.reproduction.experiments import Measure, Scores
 from jobs.studies.reproduction.plan import PlannedStudy, Reproduction, Run, list_needed_paths, locate, outcome_of
 from jobs.studies.reproduction.report import Replicates, StudyResult, as_content, as_markdown, as_png, verdict_of_claim
-from jobs.studies.reproduction.scoring import FinishedRun, Place
+from jobs.studies.reproduction.scoring import FinishedRun
 from jobs.studies.trials import (
     Outcomes,
     Results,
@@ -46,9 +47,8 @@ def run_reproduction(work: Reproduction) -> Results[StudyResult]:
     plans = _check(work)
     claim_directory(config)
     outcomes, data_sets = Outcomes(finished={}, failed={}), {}
-    if any(outcome_of(run) is None for run in work.runs.values()) or any(
-        planned.study.scoring for planned in work.studies
-    ):
+    is_scored = any(planned.study.scoring for planned in work.studies)
+    if is_scored or any(outcome_of(run) is None for run in work.runs.values()):
         start_ray()
         data_sets = prepare_once(plans)
     parent = open_parent(
@@ -93,7 +93,7 @@ def run_reproduction(work: Reproduction) -> Results[StudyResult]:
 
 
 def scores_of(outcome: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the figures of a run's outcome: `validation/<score>`, `rivals/<figure>`, and other numbers by name."""
+    """Return the figures of a run's outcome: `validation/<score>`, `rivals/<figure>`, and other numbers by name."""
     scores = {name: float(value) for name, value in outcome.items() if isinstance(value, int | float)}
     for section in ("validation", "rivals"):
         scores |= {f"{section}/{name}": float(value) for name, value in outcome.get(section, {}).items()}
@@ -132,11 +132,9 @@ def _measure(work: Reproduction, planned: PlannedStudy) -> Replicates:
 
 
 def _score_runs(work: Reproduction, planned: PlannedStudy, outcomes: Outcomes) -> Replicates:
-    study = planned.study
+    study, done = planned.study, outcomes.finished
     finished = {
-        run.name: FinishedRun(config=run.config, outcome=outcomes.finished[run.name])
-        for run in planned.runs
-        if run.name in outcomes.finished
+        run.name: FinishedRun(run.config, done[run.name]) for run in planned.runs if run.name in outcomes.finished
     }
     scores: dict[str, dict[str, float]] = {name: scores_of(run.outcome) for name, run in finished.items()}
     # Runs that others start from may not be rows of the table, and may be of another kind.
@@ -144,21 +142,22 @@ def _score_runs(work: Reproduction, planned: PlannedStudy, outcomes: Outcomes) -
     rows = {run.name for run in planned.runs if run.arm.name not in bases}
     wanted = [run for name, run in finished.items() if name in rows]
     if study.scoring and wanted:
-        if wanted[0].config.workers.use_gpu:
-            workers = LanguageModelPool(num_workers=4, use_gpu=True)
-        else:
-            workers = LanguageModelPool(num_workers=2, cpus_per_worker=0.5)
-        place = Place(
-            directory=work.config.run.directory,
-            data={name: path for name, path in work.scoring_data.items() if name in study.scoring.data},
-            workers=workers,
+        use_gpu = wanted[0].config.workers.use_gpu
+        found = study.scoring.scores(
+            wanted,
+            {name: path for name, path in work.scoring_data.items() if name in study.scoring.data},
+            storage=work.config.run.directory,
+            workers=LanguageModelPool(num_workers=4, use_gpu=True)
+            if use_gpu
+            else LanguageModelPool(num_workers=2, cpus_per_worker=0.5),
+            tracking=TrackingSection(enabled=False),
         )
-        for name, more in study.scoring.scores(wanted, place).items():
+        for name, more in found.items():
             scores[name] |= more
     replicates: dict[str, dict[str, Scores]] = {}
     for run in planned.runs:
         if run.name in scores:
-            replicates.setdefault(run.arm.name, {})[run.replicate.name] = scores[run.name]
+            replicates.setdefault(run.arm.name, {})[run.replicate] = scores[run.name]
     return replicates
 
 

@@ -2,6 +2,10 @@
 
 The name of a run consists of its preset, a digest of everything that identifies it, and the seed, so experiments share
 equal runs.
+
+The estimated cost is that of the papers' timings if they give them (TempNet Tables 1 and 14), else of FLOPs at 40 % of the
+312 TFLOP/s of an A100: 6·N·D for N trained parameters and D tokens, 2·N·D through a frozen base, and for images 3 times the
+forward FLOPs of their tower.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,32 +24,34 @@ from jobs.engine.masking import masked
 from jobs.engine.report import markdown_table
 from jobs.engine.tracking import resolve_uri
 from jobs.studies.reproduction.config import ReproduceConfig
-from jobs.studies.reproduction.cost import PRESETS, cost_of
 from jobs.studies.reproduction.experiments import Arm, Experiment, Scale, Study, find
-from jobs.tasks.classifier.config import CrossValidationConfig
+from jobs.tasks.classifier.config import ClassifierConfig, CrossValidationConfig
+from jobs.tasks.dual_encoder.config import ClipConfig
+from jobs.tasks.image_encoder.config import ImageEncoderConfig
+from jobs.tasks.language_model.config import LanguageModelConfig
+from jobs.tasks.presets import classifiers, clip, images, language_models, sentences
+from jobs.tasks.sentence_encoder.config import SentenceConfig
 from pipelines.storage import read_json
+
+PRESETS: dict[str, Callable[[], Any]] = {
+    **language_models.PRESETS,
+    **clip.PRESETS,
+    **sentences.PRESETS,
+    **images.PRESETS,
+    **classifiers.PRESETS,
+}
+"""Preset name → function that returns its configuration, for all jobs; the names are distinct."""
 
 # Settings of small runs: one thread per run, so that several runs fit side by side.
 _SMALL_WORKERS = {"workers.num_workers": 1, "workers.cpus_per_worker": 0.7, "workers.num_threads": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replicate:
-    number: int
-    """Number of the seed, from 0."""
-    seed: int
-    fold: int = 0
-
-    @property
-    def name(self) -> str:
-        """Name of the replicate, which is the same for all arms."""
-        return f"{self.number}.{self.fold}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     arm: Arm
-    replicate: Replicate
+    number: int
+    """Number of the seed, from 0."""
+    fold: int
     config: TrainingConfig
     after: str
     """Name of the run that this one starts from; empty if there is none."""
@@ -53,6 +59,11 @@ class Run:
     @property
     def name(self) -> str:
         return self.config.run.name
+
+    @property
+    def replicate(self) -> str:
+        """Name of the seed and fold, which is the same for all arms."""
+        return f"{self.number}.{self.fold}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +77,7 @@ class PlannedStudy:
     @property
     def test_share(self) -> float:
         """n_test/n_train, as in `jobs.studies.estimates.estimate`: of k folds 1/(k − 1), else 0."""
-        num_folds = 1 + max((run.replicate.fold for run in self.runs), default=0)
+        num_folds = 1 + max((run.fold for run in self.runs), default=0)
         return 1.0 / (num_folds - 1) if num_folds > 1 else 0.0
 
 
@@ -91,12 +102,8 @@ class Reproduction:
     @property
     def scoring_data(self) -> dict[str, str]:
         """Name → path of the data that models are scored on, for all studies."""
-        named = {
-            name: path
-            for planned in self.studies
-            if planned.study.scoring
-            for name, path in planned.study.scoring.data.items()
-        }
+        scorings = [planned.study.scoring for planned in self.studies if planned.study.scoring]
+        named = {name: path for scoring in scorings for name, path in scoring.data.items()}
         return named | {name: path for name, path in self.config.paths.items() if name in named}
 
     def describe(self) -> str:
@@ -110,7 +117,7 @@ class Reproduction:
         ]
         if runs:
             left = [run.config for run in runs if outcome_of(run) is None]
-            others = f"; the others take {cost_of(left).describe()}" if left else ""
+            others = f"; the others take {describe_cost(left)}" if left else ""
             lines.append(f"{'runs':<12} {len(runs)}, {finished if left else 'all'} of them finished before{others}")
         for planned in self.studies:
             lines += ["", f"{planned.study.title}:", _list_arms(planned, config)]
@@ -154,17 +161,17 @@ def _preset_of(arm: Arm, scale: Scale) -> str:
     return f"{arm.preset}-small" if scale == "small" else arm.preset
 
 
-def _replicates_of(arm: Arm, preset: Any, num_seeds: int) -> list[Replicate]:
-    """Returns the seeds 0, 1, … of an arm; for a cross-validation its own seeds, each with every fold."""
+def _first_configs(arm: Arm, preset: Any, num_seeds: int) -> dict[tuple[int, int], TrainingConfig]:
+    """Return (number of the seed, fold) → configuration: seeds 0, 1, …, or those of a cross-validation with every fold."""
     if not isinstance(preset, CrossValidationConfig):
-        return [Replicate(number=number, seed=number) for number in range(num_seeds)]
+        return {(number, 0): with_fields(preset, {"run.seed": number}) for number in range(num_seeds)}
     grid = preset.grid
     if num_seeds > len(grid.seeds):
         raise ValueError(f"seeds = {num_seeds}: {arm.preset} has the {len(grid.seeds)} seeds of its paper")
-    return [
-        Replicate(number=number, seed=grid.seeds[number], fold=fold)
+    return {
+        (number, fold): preset.cell("", grid.settings[-1], grid.seeds[number], fold)
         for number, fold in itertools.product(range(num_seeds), range(grid.num_folds))
-    ]
+    }
 
 
 def _make_runs(study: Study, job: ReproduceConfig, common: Mapping[str, Any]) -> list[Run]:
@@ -173,37 +180,29 @@ def _make_runs(study: Study, job: ReproduceConfig, common: Mapping[str, Any]) ->
     The changes of `job` apply to the runs that have the field, before the arms' own changes, but no run has more steps than
     `job.steps`; `common` is for all runs.
     """
-    runs: dict[tuple[str, str], Run] = {}
+    runs: dict[tuple[str, int, int], Run] = {}
     for arm in study.arms:
         if not arm.preset:
             continue
         name = _preset_of(arm, job.scale)
-        preset = PRESETS[name]()
-        setting = preset.grid.settings[-1] if isinstance(preset, CrossValidationConfig) else None
-        for replicate in _replicates_of(arm, preset, job.seeds):
+        for (number, fold), config in _first_configs(arm, PRESETS[name](), job.seeds).items():
             # A base that many runs start from is trained once per seed, not once per fold.
-            base = runs[arm.after, f"{replicate.number}.0"] if arm.after else None
+            base = runs[arm.after, number, 0] if arm.after else None
             start = {"model.path": base.config.run.export_directory} if base else {}
-            config: TrainingConfig = preset
-            if setting is not None:
-                config = preset.cell("", setting, replicate.seed, replicate.fold)
             known = flatten(config)
             changes = {field: value for field, value in job.changes.items() if field in known}
-            changes = {"run.seed": replicate.seed, **common, **study.changes, **changes, **start, **arm.changes}
-            config = with_fields(config, changes)
+            config = with_fields(config, {**common, **study.changes, **changes, **start, **arm.changes})
             if job.steps and job.steps < config.run.num_steps:
                 config = with_fields(config, {"run.num_steps": job.steps})
                 if job.scale == "small" and "validation.every" not in job.changes:
                     config = with_fields(config, {"validation.every": max(1, job.steps // 4)})
             if job.scale == "small":  # keep only one checkpoint, at the end
-                config = with_fields(
-                    config, {"run.checkpoint_every": config.run.num_steps, "run.num_checkpoints_kept": 1}
-                )
+                last = {"run.checkpoint_every": config.run.num_steps, "run.num_checkpoints_kept": 1}
+                config = with_fields(config, last)
             digest = configuration_hash(with_fields(config, {"run.name": "run"}))[:8]
-            config = with_fields(config, {"run.name": f"{name}-{digest}-seed{replicate.seed}"})
-            runs[arm.name, replicate.name] = Run(
-                arm=arm, replicate=replicate, config=config, after=base.name if base else ""
-            )
+            config = with_fields(config, {"run.name": f"{name}-{digest}-seed{config.run.seed}"})
+            after = base.name if base else ""
+            runs[arm.name, number, fold] = Run(arm=arm, number=number, fold=fold, config=config, after=after)
     return list(runs.values())
 
 
@@ -237,9 +236,7 @@ def _select_arms(studies: list[Study], names: tuple[str, ...]) -> list[Study]:
         wanted |= {arm.after for arm in study.arms if arm.name in wanted}
         if wanted & set(names):
             arms = tuple(arm for arm in study.arms if arm.name in wanted)
-            statements = tuple(
-                statement for statement in study.statements if {arm for arm, _ in statement.weights} <= wanted
-            )
+            statements = tuple(one for one in study.statements if {arm for arm, _ in one.weights} <= wanted)
             selected.append(dataclasses.replace(study, arms=arms, statements=statements))
     return selected
 
@@ -249,21 +246,13 @@ def _list_arms(planned: PlannedStudy, config: ReproduceConfig) -> str:
     for arm in planned.study.arms:
         runs = [run for run in planned.runs if run.arm.name == arm.name]
         changes = {**planned.study.changes, **config.changes, **arm.changes}
-        shown = [
-            f"{name}={value}"
-            for name, value in changes.items()
-            if not name.startswith(("run.num_steps", "validation."))
-        ]
+        hidden = ("run.num_steps", "validation.")
+        shown = [f"{name}={value}" for name, value in changes.items() if not name.startswith(hidden)]
         after = [f"after {arm.after}"] if arm.after else []
-        rows.append(
-            [
-                arm.name,
-                _preset_of(arm, config.scale) if arm.preset else "–",
-                " ".join([*shown, *after]),
-                f"{runs[0].config.run.num_steps:,}" if runs else "–",
-                f"{config.seeds} measurements" if planned.study.direct else str(len(runs)),
-            ]
-        )
+        preset = _preset_of(arm, config.scale) if arm.preset else "–"
+        steps = f"{runs[0].config.run.num_steps:,}" if runs else "–"
+        number = f"{config.seeds} measurements" if planned.study.direct else str(len(runs))
+        rows.append([arm.name, preset, " ".join([*shown, *after]), steps, number])
     return markdown_table(rows)
 
 
@@ -276,3 +265,101 @@ def list_needed_paths(configs: Sequence[TrainingConfig]) -> dict[str, list[str]]
             if metadata.get("is_path") and value and value not in made and value not in paths.setdefault(name, []):
                 paths[name].append(value)
     return {name: values for name, values in paths.items() if values}
+
+
+# ---- cost ------------------------------------------------------------------------------------------------------------
+
+
+_A100_FLOPS = 312e12
+_UTILIZATION = 0.4
+
+# Number of parameters, in millions, of the models that full-scale presets start from.
+_MILLIONS = {
+    "EleutherAI/pythia-160m": 162.0, "huggyllama/llama-7b": 6_738.0,
+    "meta-llama/Llama-2-7b-hf": 6_738.0, "meta-llama/Llama-2-7b-chat-hf": 6_738.0,
+    "meta-llama/Llama-2-13b-hf": 13_016.0, "meta-llama/Llama-2-13b-chat-hf": 13_016.0,
+    "meta-llama/Llama-2-70b-chat-hf": 68_977.0, "distilbert/distilroberta-base": 82.0,
+    "FacebookAI/roberta-base": 125.0, "FacebookAI/roberta-large": 355.0,
+}  # fmt: skip
+_GPT2_MILLIONS = 124.4
+
+# Forward GFLOPs of one image of 224 × 224 pixels and one caption: ResNet-50 with DistilBERT (30 tokens), CLIP ViT-B/32
+# (77 tokens).
+_PAIR_GFLOPS = {"microsoft/resnet-50": 8.2 + 2 * 0.066 * 30, "openai/clip-vit-base-patch32": 8.8 + 2 * 0.063 * 77}
+
+# Forward GFLOPs of one image of 224 × 224 pixels through a ResNet-18.
+_IMAGE_GFLOPS = 3.6
+
+# Beginning of a preset's name → GPU-hours per step, and the source of the timing.
+_PAPER_HOURS = {
+    "gpt2-scratch": (1.28 * 8 / 10_000, "Table 14: 1.28 h for 10 000 steps on 8 A6000"),
+    "clip-cc3m": (2.42 * 8 / 10_000, "Table 14: 2.42 h for 10 000 steps on 8 A6000"),
+    "llama2-7b-frozen": (3.98 * 8 / 10_000, "Table 14: 3.98 h for 10 000 steps on 8 A6000"),
+    "llama2-13b-frozen": (10.33 * 8 / 10_000, "Table 14: 10.33 h for 10 000 steps on 8 A6000"),
+    "llama2-chat-7b-frozen": (1.42 / 30_000, "Table 1: 1.42 A100-hours for 30 000 steps"),
+    "llama2-chat-13b-frozen": (3.68 / 30_000, "Table 1: 3.68 A100-hours for 30 000 steps"),
+    "llama2-chat-70b-frozen": (11.4 / 20_000, "Table 1: 11.4 A100-hours for 20 000 steps"),
+}
+
+# Rough core-seconds per step of the small presets with their validations, and of the start of a run, from runs that were
+# made two at a time on two cores.
+_SMALL_SECONDS = {
+    LanguageModelConfig: 0.6,
+    ClipConfig: 0.35,
+    SentenceConfig: 0.25,
+    ClassifierConfig: 0.1,
+    ImageEncoderConfig: 0.2,
+}
+_SMALL_START = 6.0
+
+
+def describe_cost(configs: Sequence[TrainingConfig]) -> str:
+    """Return the cost of all these runs together, and what the estimate is based on."""
+    if any(config.workers.use_gpu for config in configs):
+        parts, unit = [_estimate_full(config) for config in configs], "GPU-hours"
+        hours, bases = sum(hours for hours, _ in parts), list(dict.fromkeys(basis for _, basis in parts))
+    else:
+        hours = sum(_SMALL_START + config.run.num_steps * _SMALL_SECONDS[type(config)] for config in configs) / 3600
+        bases, unit = ["a rough estimate from the pace of the small presets on two busy cores"], "core-hours"
+    amount = f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
+    return f"about {amount} {unit} ({'; '.join(bases)})"
+
+
+def _estimate_full(config: TrainingConfig) -> tuple[float, str]:
+    for start, (hours, basis) in _PAPER_HOURS.items():
+        if config.run.name.startswith(start):
+            return hours * config.run.num_steps, basis
+    flops = _flops_per_step(config) * config.run.num_steps
+    return flops / (_UTILIZATION * _A100_FLOPS) / 3600, f"FLOPs at {_UTILIZATION:.0%} of an A100's 312 TFLOP/s"
+
+
+def _flops_per_step(config: TrainingConfig) -> float:
+    size = config.optimizer.batch_size
+    if isinstance(config, ClipConfig):
+        preset = _preset_config(config).model
+        start = config.model.path or config.model.image_path
+        forward = (_PAIR_GFLOPS.get(start) or _PAIR_GFLOPS[preset.path or preset.image_path]) * 1e9
+        return size * forward * (1 if config.model.freeze else 3)
+    if isinstance(config, ImageEncoderConfig):
+        return 3 * 2 * size * _IMAGE_GFLOPS * 1e9 * (config.model.image_size / 224) ** 2
+    if isinstance(config, LanguageModelConfig):
+        num_parameters = 1e6 * (_millions(config, config.model.path) if config.model.path else _GPT2_MILLIONS)
+        return (2 if config.model.is_frozen else 6) * num_parameters * size * config.data.context_length
+    if isinstance(config, SentenceConfig):
+        # The mean lengths of spans are min_length plus the mean of Beta(4, 2) (anchors) or Beta(2, 4) (positives) times
+        # the width.
+        data, width = config.data, config.data.max_length - config.data.min_length
+        anchor, positive = data.min_length + width * 4 / 6, data.min_length + width * 2 / 6
+        tokens = data.num_anchors * (anchor + data.num_positives * positive)
+        return 6 * 1e6 * _millions(config, config.model.path) * size * tokens
+    assert isinstance(config, ClassifierConfig)
+    return 6 * 1e6 * _millions(config, config.model.path) * size * config.data.num_tokens
+
+
+def _millions(config: TrainingConfig, path: str) -> float:
+    """Returns the parameters, in millions, of the model at a path; for an unknown path, those of the preset's model."""
+    return _MILLIONS.get(path) or _MILLIONS.get(_preset_config(config).model.path, _GPT2_MILLIONS)
+
+
+def _preset_config(config: TrainingConfig) -> Any:
+    return PRESETS[max((name for name in PRESETS if config.run.name.startswith(f"{name}-")), key=len)]()

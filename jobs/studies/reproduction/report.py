@@ -1,8 +1,7 @@
 """What an experiment found: the verdict on its claim, our table beside the paper's, and a figure.
 
-The rule by which a claim holds is the same for all experiments. A statement bounds a weighted sum of figures. The sum is
-formed seed by seed, so that what a seed does to all arms alike cancels out (as in a paired difference; the sum may also be
-a single figure or a difference of differences). The statement
+A statement bounds a weighted sum of figures, which is formed seed by seed, so that what a seed does to all arms alike cancels
+out. The statement
 
     holds                           if the 95 % interval of its mean over the seeds lies within the bound,
     does not hold                   if the interval lies outside,
@@ -26,7 +25,7 @@ from matplotlib.ticker import MaxNLocator
 
 from jobs.engine.report import markdown_table
 from jobs.studies.estimates import Estimate, estimate
-from jobs.studies.reproduction.experiments import Arm, Measure, Scores, Statement, Study, above
+from jobs.studies.reproduction.experiments import Arm, Measure, Scores, Statement, Study, difference
 from jobs.studies.reproduction.plan import Reproduction
 from jobs.studies.reproduction.scoring import History
 
@@ -62,15 +61,21 @@ class StudyResult:
         judged = [judge(one, replicates, measures, test_share=test_share) for one in study.statements]
         return cls(study=study, replicates=replicates, judged=judged, test_share=test_share)
 
+    @property
+    def is_course(self) -> bool:
+        """Whether the measures are points of a curve, over the course of training or over an axis."""
+        return bool(self.study.axis) or isinstance(self.study.scoring, History)
+
     def values(self, arm: Arm, measure: Measure) -> list[float]:
-        """Returns the values of a measure, for all replicates of an arm that have it."""
-        values = [measure.value(scores) for scores in self.replicates.get(arm.name, {}).values()]
-        return [value for value in values if math.isfinite(value)]
+        """Return the values of a measure, for all replicates of an arm; NaN where one has none."""
+        return [measure.value(scores) for scores in self.replicates.get(arm.name, {}).values()]
+
+    def finite(self, arm: Arm, measure: Measure) -> list[float]:
+        return [value for value in self.values(arm, measure) if math.isfinite(value)]
 
     def estimate(self, arm: Arm, measure: Measure) -> Estimate | None:
-        """Returns the mean of a table cell with its interval; None if one of its replicates has diverged."""
-        values = [measure.value(scores) for scores in self.replicates.get(arm.name, {}).values()]
-        return summarize(values, test_share=self.test_share, is_exact=measure.is_exact)
+        """Return the mean of a table cell with its interval; None if one of its replicates has diverged."""
+        return summarize(self.values(arm, measure), test_share=self.test_share, is_exact=measure.is_exact)
 
 
 def summarize(values: Sequence[float], *, test_share: float = 0.0, is_exact: bool = False) -> Estimate | None:
@@ -93,18 +98,14 @@ def judge(
         for name in sorted(common)
     ]
     is_exact = all(measures[measure].is_exact for (_, measure), _ in weights)
-    total = summarize(sums, test_share=test_share, is_exact=is_exact)
-    verdict = judge_estimate(statement, total)
+    total, verdict = summarize(sums, test_share=test_share, is_exact=is_exact), UNSEEN
+    if total is not None:  # comparisons with NaN, the width of a single value, are false
+        lower, upper = total.mean - total.half_width, total.mean + total.half_width
+        if statement.low < lower and upper < statement.high:
+            verdict = "holds"
+        elif upper <= statement.low or statement.high <= lower:
+            verdict = "does not hold"
     return Judged(statement=statement, estimate=total, num_replicates=len(sums), verdict=verdict)
-
-
-def judge_estimate(statement: Statement, total: Estimate | None) -> Verdict:
-    if total is None or math.isnan(total.half_width):
-        return UNSEEN
-    lower, upper = total.mean - total.half_width, total.mean + total.half_width
-    if statement.low < lower and upper < statement.high:
-        return "holds"
-    return "does not hold" if upper <= statement.low or statement.high <= lower else UNSEEN
 
 
 def judge_claim(judged: Sequence[Judged], *, num_left_out: int = 0) -> Verdict:
@@ -182,7 +183,7 @@ def gains(result: StudyResult) -> list[Gain]:
         if baseline is None or loss == _BASELINE:
             continue
         (measure,) = result.study.measures
-        statement = above(name, baseline.name, measure.name)
+        statement = Statement(text="", weights=difference(name, baseline.name, measure.name))
         judged = judge(statement, result.replicates, {measure.name: measure}, test_share=result.test_share)
         if judged.estimate is not None:
             scores = next(iter(result.replicates[name].values()))
@@ -233,46 +234,39 @@ def as_content(work: Reproduction, results: Sequence[StudyResult]) -> dict[str, 
 
 def _study_content(work: Reproduction, result: StudyResult) -> dict[str, Any]:
     study = result.study
-    planned = next(planned for planned in work.studies if planned.study is study)
-    steps = {run.arm.name: {"run.num_steps": run.config.run.num_steps} for run in planned.runs}
-    return {
-        "title": study.title,
-        "paper": {
-            "columns": study.columns,
-            "rows": {arm.row or arm.name: arm.paper for arm in study.arms if arm.paper},
-        },
-        "arms": [
+    runs = next(planned.runs for planned in work.studies if planned.study is study)
+    steps = {run.arm.name: {"run.num_steps": run.config.run.num_steps} for run in runs}
+    arms = []
+    for arm in study.arms:
+        found = {measure: one for measure in study.measures if (one := result.estimate(arm, measure))}
+        figures = {
+            measure.name: {"mean": one.mean, "half_width": one.half_width, "values": result.finite(arm, measure)}
+            for measure, one in found.items()
+        }
+        arms.append(
             {
                 "name": arm.name,
                 "paper_row": arm.row or arm.name,
                 "preset": arm.preset,
                 "changes": {**study.changes, **work.config.changes, **arm.changes, **steps.get(arm.name, {})},
                 "after": arm.after,
-                "runs": {run.replicate.name: run.name for run in planned.runs if run.arm.name == arm.name},
-                "figures": {
-                    measure.name: {
-                        "mean": one.mean,
-                        "half_width": one.half_width,
-                        "values": result.values(arm, measure),
-                    }
-                    for measure in study.measures
-                    if (one := result.estimate(arm, measure))
-                },
+                "runs": {run.replicate: run.name for run in runs if run.arm.name == arm.name},
+                "figures": figures,
             }
-            for arm in study.arms
-        ],
-        "statements": [
-            {
-                **{name: getattr(judged.statement, name) for name in ("text", "low", "high")},
-                **{name: getattr(judged.estimate, name, None) for name in ("mean", "half_width")},
-                "num_replicates": judged.num_replicates,
-                "verdict": judged.verdict,
-                "as_text": _found_and_bound(judged, study),
-            }
-            for judged in result.judged
-        ],
-        "notes": study.notes,
-    }
+        )
+    rows = {arm.row or arm.name: arm.paper for arm in study.arms if arm.paper}
+    statements = [
+        {
+            **{name: getattr(judged.statement, name) for name in ("text", "low", "high")},
+            **{name: getattr(judged.estimate, name, None) for name in ("mean", "half_width")},
+            "num_replicates": judged.num_replicates,
+            "verdict": judged.verdict,
+            "as_text": _found_and_bound(judged, study),
+        }
+        for judged in result.judged
+    ]
+    paper = {"columns": study.columns, "rows": rows}
+    return {"title": study.title, "paper": paper, "arms": arms, "statements": statements, "notes": study.notes}
 
 
 def as_png(results: Sequence[StudyResult]) -> bytes | None:
@@ -285,29 +279,23 @@ def as_png(results: Sequence[StudyResult]) -> bytes | None:
 
 
 def draw(results: Sequence[StudyResult]) -> Figure | None:
-    """Draws a row of panels for every study that has random measures; returns None if none has."""
-    drawn: list[tuple[StudyResult, list[Measure], float]] = []
+    """Draw a row of panels for every study that has random measures; return None if none has."""
+    drawn: list[tuple[StudyResult, list[Measure]]] = []
     for result in results:
-        study = result.study
-        measures = [
-            one
-            for one in study.measures
-            if (study.axis or not one.is_exact) and any(result.values(arm, one) for arm in study.arms)
-        ]
-        if measures:
-            height = 4.0 if study.axis or isinstance(study.scoring, History) else 1.2 + 0.32 * len(study.arms)
-            drawn.append((result, measures[:_MAX_NUM_PANELS], height))
+        arms, shown = result.study.arms, [one for one in result.study.measures if result.study.axis or not one.is_exact]
+        if measures := [one for one in shown if any(result.finite(arm, one) for arm in arms)]:
+            drawn.append((result, measures[:_MAX_NUM_PANELS]))
     if not drawn:
         return None
-    heights = [height for _, _, height in drawn]
+    heights = [4.0 if result.is_course else 1.2 + 0.32 * len(result.study.arms) for result, _ in drawn]
     found = [gain for result in results for gain in gains(result)]
     if len({gain.num_sentences for gain in found}) > 1:
         heights.append(4.0)
     figure = Figure((11, sum(heights)), layout="constrained")
     rows = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for row, (result, measures, _) in zip(rows[: len(drawn)], drawn, strict=True):
+    for row, (result, measures) in zip(rows[: len(drawn)], drawn, strict=True):
         row.suptitle(result.study.title)
-        if result.study.axis or isinstance(result.study.scoring, History):
+        if result.is_course:
             _draw_course(row.subplots(), result)
             continue
         for panel, measure in zip(row.subplots(1, len(measures), squeeze=False, sharey=True)[0], measures, strict=True):
@@ -337,7 +325,7 @@ def _draw_measure(panel: Axes, result: StudyResult, measure: Measure) -> None:
     """Draws every arm on its own line, from the top: seeds as points, mean and 95 % interval."""
     names = [arm.name for arm in result.study.arms]
     for height, arm in enumerate(result.study.arms):
-        values = result.values(arm, measure)
+        values = result.finite(arm, measure)
         panel.plot(values, [height] * len(values), "o", color="tab:gray", alpha=0.5, markersize=4)
         if estimate := result.estimate(arm, measure):
             panel.errorbar(estimate.mean, height, xerr=estimate.half_width, fmt="D", color="tab:blue", capsize=3)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jobs.engine.config import TrackingSection, TrainingConfig
+from jobs.engine.config import TrainingConfig
 from jobs.engine.resumption import count_writers, found_checkpoints
-from jobs.scoring.config import LanguageModelPool
 from pipelines.local_copy import local_copy
 from pipelines.storage import read_bytes
 
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
     from pipelines.images.pairs import PairSource
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedRun:
+class FinishedRun(NamedTuple):
     config: TrainingConfig
     outcome: Mapping[str, Any]
 
@@ -34,22 +32,6 @@ class FinishedRun:
         return str(self.outcome["export"])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """The resources for scoring: a directory, data and workers."""
-
-    directory: str
-    """Directory of the experiment."""
-    data: Mapping[str, str]
-    """Name → path of the data that the scoring needs."""
-    workers: LanguageModelPool
-
-    @property
-    def common(self) -> dict[str, Any]:
-        """What the configurations of all evaluation jobs have in common."""
-        return {"storage": self.directory, "workers": self.workers, "tracking": TrackingSection(enabled=False)}
-
-
 class Scoring:
     """One way of scoring exports."""
 
@@ -58,8 +40,14 @@ class Scoring:
         """Name → default path of the data, which `--data NAME=PATH` replaces; an empty path: the data are optional."""
         return {}
 
-    def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
-        """Returns name of a run → its scores. Ray must be running."""
+    def scores(
+        self, runs: Sequence[FinishedRun], data: Mapping[str, str], **common: Any
+    ) -> dict[str, dict[str, float]]:
+        """Return name of a run → its scores. Ray must be running; `common` are the fields of every evaluation job."""
+        return {run.name: self.score(run) for run in runs}
+
+    def score(self, run: FinishedRun) -> dict[str, float]:
+        """Return the scores of one run, for what needs no evaluation job."""
         raise NotImplementedError
 
 
@@ -81,23 +69,22 @@ class Retrieval(Scoring):
         captions = {f"{name}_captions": path for name, path in self.captions.items()}
         return {**self.retrieval, **self.zero_shot, **captions}
 
-    def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
+    def scores(
+        self, runs: Sequence[FinishedRun], data: Mapping[str, str], **common: Any
+    ) -> dict[str, dict[str, float]]:
         from jobs.scoring.dual_encoders.config import EvaluateClipConfig
         from jobs.scoring.dual_encoders.evaluate import evaluate
 
-        captions = [f"{name}={path}" for name in self.retrieval if (path := place.data.get(f"{name}_captions"))]
-        columns = evaluate(
-            EvaluateClipConfig(
-                models=tuple(run.export for run in runs),
-                retrieval=tuple(f"{name}={place.data[name]}" for name in self.retrieval),
-                captions=tuple(captions),
-                splits=tuple(f"{name}=test" for name in self.retrieval if self.captions.get(name)),
-                zero_shot=tuple(f"{name}={place.data[name]}" for name in self.zero_shot),
-                name="retrieval",
-                **place.common,
-            )
-        ).columns
-        return {run.name: dict(column.metrics) for run, column in zip(runs, columns, strict=True)}
+        config = EvaluateClipConfig(
+            models=tuple(run.export for run in runs),
+            retrieval=tuple(f"{name}={data[name]}" for name in self.retrieval),
+            captions=tuple(f"{name}={path}" for name in self.retrieval if (path := data.get(f"{name}_captions"))),
+            splits=tuple(f"{name}=test" for name in self.retrieval if self.captions.get(name)),
+            zero_shot=tuple(f"{name}={data[name]}" for name in self.zero_shot),
+            name="retrieval",
+            **common,
+        )
+        return {run.name: column.metrics for run, column in zip(runs, evaluate(config).columns, strict=True)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,23 +99,22 @@ class Transfer(Scoring):
     def data(self) -> Mapping[str, str]:
         return {"senteval": self.directory}
 
-    def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
+    def scores(
+        self, runs: Sequence[FinishedRun], data: Mapping[str, str], **common: Any
+    ) -> dict[str, dict[str, float]]:
         from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
         from jobs.scoring.sentence_encoders.evaluate import evaluate, mean_accuracies
 
-        columns = evaluate(
-            EvaluateSentencesConfig(
-                models=tuple(run.export for run in runs),
-                data=place.data["senteval"],
-                num_folds=self.num_folds,
-                num_inner_folds=self.num_inner_folds,
-                name="transfer",
-                **place.common,
-            )
-        ).columns
-        return {
-            run.name: {**column.metrics, **mean_accuracies(column)} for run, column in zip(runs, columns, strict=True)
-        }
+        config = EvaluateSentencesConfig(
+            models=tuple(run.export for run in runs),
+            data=data["senteval"],
+            num_folds=self.num_folds,
+            num_inner_folds=self.num_inner_folds,
+            name="transfer",
+            **common,
+        )
+        columns = zip(runs, evaluate(config).columns, strict=True)
+        return {run.name: {**column.metrics, **mean_accuracies(column)} for run, column in columns}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,73 +137,66 @@ class Language(Scoring):
         """The two files; the harness loads its tasks from the hub."""
         return {"wikitext": self.wikitext} | ({"lambada": self.lambada} if self.lambada else {})
 
-    def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
+    def scores(
+        self, runs: Sequence[FinishedRun], data: Mapping[str, str], **common: Any
+    ) -> dict[str, dict[str, float]]:
         from jobs.scoring.language_models.config import EvaluateConfig
         from jobs.scoring.language_models.evaluate import evaluate
         from tempnet.loading import find_tempnet
 
-        predicted = [run for run in runs if find_tempnet(run.export)]
+        groups: dict[str, list[FinishedRun]] = {}
+        for run in runs:
+            groups.setdefault("tempnet" if find_tempnet(run.export) else "one", []).append(run)
         scores: dict[str, dict[str, float]] = {run.name: {} for run in runs}
-        for own, group, temperatures in (
-            ("tempnet", predicted, self.temperatures),
-            ("one", [run for run in runs if run not in predicted], ("one",)),
-        ):
-            if not group:
-                continue
-            columns = evaluate(
-                EvaluateConfig(
-                    models=tuple(run.export for run in group),
-                    temperatures=temperatures,
-                    wikitext=place.data["wikitext"],
-                    lambada=place.data.get("lambada", ""),
-                    tasks=self.tasks,
-                    name=f"language-{own}",
-                    **place.common,
-                )
-            ).columns
-            for number, column in enumerate(columns):
-                name = group[number // len(temperatures)].name
+        for own, group in groups.items():
+            temperatures = self.temperatures if own == "tempnet" else ("one",)
+            config = EvaluateConfig(
+                models=tuple(run.export for run in group),
+                temperatures=temperatures,
+                wikitext=data["wikitext"],
+                lambada=data.get("lambada", ""),
+                tasks=self.tasks,
+                name=f"language-{own}",
+                **common,
+            )
+            for number, column in enumerate(evaluate(config).columns):
                 temperature = column.parameters["temperature"]
                 suffix = "" if temperature == own else f" at {temperature}"
-                scores[name] |= {f"{key}{suffix}": value for key, value in column.metrics.items()}
+                found = {f"{key}{suffix}": value for key, value in column.metrics.items()}
+                scores[group[number // len(temperatures)].name] |= found
         return scores
 
 
 @dataclass(frozen=True, kw_only=True)
 class History(Scoring):
-    """Reads a validation score in the course of training: `<score>@1` … `<score>@num_points`."""
+    """Reads a validation score in the course of training: `<score>@1` … `<score>@num_points`.
 
-    score: str
+    It is that of the validations nearest to `num_points` evenly spaced steps.
+    """
+
+    name: str
     num_points: int
 
-    def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
-        """Returns the scores of the validations nearest to `num_points` evenly spaced steps."""
-        scores: dict[str, dict[str, float]] = {}
-        for run in runs:
-            history = {one["step"]: one["scores"][self.score] for one in run.outcome["validations"]}
-            steps = np.array(sorted(history))
-            for point in range(1, self.num_points + 1):
-                nearest = steps[np.abs(steps - run.config.run.num_steps * point // self.num_points).argmin()]
-                scores.setdefault(run.name, {})[f"{self.score}@{point}"] = history[nearest]
-        return scores
+    def score(self, run: FinishedRun) -> dict[str, float]:
+        history = {one["step"]: one["scores"][self.name] for one in run.outcome["validations"]}
+        wanted = [run.config.run.num_steps * point // self.num_points for point in range(1, self.num_points + 1)]
+        nearest = [min(sorted(history), key=lambda step: abs(step - place)) for place in wanted]
+        return {f"{self.name}@{point}": history[step] for point, step in enumerate(nearest, start=1)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoisyCaptions(Scoring):
     """Compares the temperatures of pairs with noisy captions with those of the other pairs, in %: `noisy_tau`.
 
-    TempNets predict them anew; iSogCLR's temperatures are read from its last checkpoint. Which pairs are noisy at
-    `share` depends on the seed alone, so a run without noise shows how much of the difference is not due to the noise.
+    It is the mean over images and captions of the training set. TempNets predict them anew; iSogCLR's temperatures are read
+    from its last checkpoint. Which pairs are noisy at `share` depends on the seed alone, so a run without noise shows how
+    much of the difference is not due to the noise.
     """
 
     share: float = 0.15
     num_pairs: int = 4000
 
-    def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
-        """Returns the differences, as means over images and captions of the training set."""
-        return {run.name: {"noisy_tau": self._difference(run)} for run in runs}
-
-    def _difference(self, run: FinishedRun) -> float:
+    def score(self, run: FinishedRun) -> dict[str, float]:
         config, source, ids = _draw_pairs(run, "train", self.num_pairs)
         places = source.locate(ids)
         batch = source.read(*places, 0)
@@ -227,7 +206,7 @@ class NoisyCaptions(Scoring):
         else:
             tau = read_stored_temperatures(config.run.directory, source.manifest.num_pairs)[:, ids]
         ratios = tau[:, is_noisy].mean(1) / tau[:, ~is_noisy].mean(1)
-        return float(100 * (ratios - 1).mean())
+        return {"noisy_tau": float(100 * (ratios - 1).mean())}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,10 +220,7 @@ class LabelCorrelation(Scoring):
     """Field of the JSON files beside the images."""
     num_pairs: int = 2000
 
-    def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
-        return {run.name: {"label_spearman": self._correlation(run)} for run in runs}
-
-    def _correlation(self, run: FinishedRun) -> float:
+    def score(self, run: FinishedRun) -> dict[str, float]:
         import pyarrow as pa
 
         from jobs.scoring.temperatures.pairs import MODALITIES, correlate, labelled_temperatures
@@ -256,11 +232,11 @@ class LabelCorrelation(Scoring):
         tau = _predict(run.export, source.read(*source.locate(ids), 0))
         columns = {"key": [keys[pair] for pair in ids], **dict(zip(MODALITIES, tau, strict=True))}
         samples = labelled_temperatures(pa.table(columns), config.data.validation, self.label)
-        return float(np.mean([found.mean for found in correlate(samples, self.label).values()]))
+        return {"label_spearman": float(np.mean([found.mean for found in correlate(samples, self.label).values()]))}
 
 
 def _draw_pairs(run: FinishedRun, split: str, count: int) -> tuple[ClipConfig, PairSource, np.ndarray]:
-    """Returns the configuration of a run, what reads the pairs of one of its splits, and the ids of some of them."""
+    """Return the configuration of a run, what reads the pairs of one of its splits, and the ids of some of them."""
     from jobs.tasks.dual_encoder.config import ClipConfig
     from jobs.tasks.dual_encoder.task import pair_source
     from jobs.tasks.images import prepare_split, random_pairs
@@ -273,7 +249,7 @@ def _draw_pairs(run: FinishedRun, split: str, count: int) -> tuple[ClipConfig, P
 
 
 def _predict(export: str, batch: Mapping[str, Any]) -> Any:
-    """Returns the predicted temperatures (2, n) of images and captions."""
+    """Return the predicted temperatures (2, n) of images and captions."""
     import torch
 
     from tempnet.models.dual_encoder import DualEncoder, load_pair_tempnets
@@ -292,7 +268,7 @@ def _predict(export: str, batch: Mapping[str, Any]) -> Any:
 
 
 def read_stored_temperatures(directory: str, num_pairs: int) -> Any:
-    """Returns the temperatures (2, N) of all training pairs from the last checkpoint, where every rank has saved its own."""
+    """Return the temperatures (2, N) of all training pairs from the last checkpoint, where every rank has saved its own."""
     from safetensors.numpy import load
 
     from tempnet.contrastive.state import state_file_names

@@ -179,7 +179,9 @@ class SweepConfig(Generic[Base]):
 
     def _check_generations(self, trial: Base) -> None:
         sweep, every, num_steps = self.sweep, trial.validation.every, trial.run.num_steps
-        if fixed := [name for name in sweep.values if not _can_change(self.base, name)]:
+        # Runs that differ in the others can take over each other's checkpoints.
+        fixed = [name for name in sweep.values if _kind(self.base, name) != "float" or not may_differ(name, 0.0, 1.0)]
+        if fixed:
             raise ValueError(
                 f"sweep.scheduler = pbt changes values while a model is trained, but {fixed[0]} shapes its weights or orders "
                 "its data: leave that axis out, or choose scheduler none"
@@ -286,8 +288,3 @@ def _kind(config: TrainingConfig, name: str) -> str:
     if kind.split(" ")[0] == "int":
         return "int"
     return "float" if "float" in kind else kind
-
-
-def _can_change(config: TrainingConfig, name: str) -> bool:
-    """Returns whether runs that differ in this field can take over each other's checkpoints."""
-    return _kind(config, name) == "float" and may_differ(name, 0.0, 1.0)

@@ -103,7 +103,7 @@ class BandSearch(Searcher):
         self, axes: Axes, *, band: tuple[float, float], num_steps: int, budget: float = 4.0, **options: Any
     ) -> None:
         super().__init__(metric=LOSS, mode="min")
-        self.band, self._num_steps = band, num_steps
+        self._num_steps = num_steps
         self._search = search_band(axes, band=band, budget=budget, **options)
         self._is_over = False
         self._running: dict[str, int] = {}
@@ -111,8 +111,6 @@ class BandSearch(Searcher):
         """Trial ID → whether others were chosen together with it, which it then competes with."""
         self.points: dict[str, Point] = {}
         """Trial ID → its point."""
-        self.has_found = False
-        """Whether a whole trial has ended in the band."""
         self._begin(next(self._search))
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:  # type: ignore[override]  # FINISHED is a string
@@ -134,7 +132,6 @@ class BandSearch(Searcher):
         share = min(1.0, scores.get("step", self._num_steps) / self._num_steps)
         tau = float(scores.get("tau_mean", math.nan))
         self._results[number] = PointResult(point=self._round[number], tau_mean=tau, loss=loss_of(scores), share=share)
-        self.has_found |= self._results[number].is_in(self.band)
         if len(self._results) == len(self._round):
             try:
                 self._begin(self._search.send([self._results[number] for number in range(len(self._round))]))
@@ -199,13 +196,13 @@ class RuleStopper(Stopper):
         return "" if has_ended else reason
 
     def _lost_race(self, trial_id: str, validations: Sequence[Validation]) -> str:
-        # A point that is alone in its round was chosen from the results of the others, so it does not compete.
-        if self._race is None or self._search is None or not self._search.competes[trial_id]:
+        # A point that is alone in its round was chosen from the results of the others, so it does not compete; a round has
+        # several only after a whole trial has ended in the band.
+        competes = self._search is not None and self._search.competes[trial_id]
+        if self._race is None or not competes or self._race.goes_on(trial_id, validations):
             return ""
-        if self._search.has_found and not self._race.goes_on(trial_id, validations):
-            last = validations[-1]
-            return f"other trials are better at step {last.step}: {TITLE} {loss_of(last.scores):.4f}"
-        return ""
+        last = validations[-1]
+        return f"other trials are better at step {last.step}: {TITLE} {loss_of(last.scores):.4f}"
 
 
 def make_scheduler(name: str, num_steps: int, points: Axes, num_generations: int) -> TrialScheduler | None:

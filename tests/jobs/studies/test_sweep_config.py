@@ -54,6 +54,7 @@ def test_presets_are_grids_of_sixteen_runs(name: str) -> None:
         ({"band": (1.0, 0.5)}, "sweep.band = (1.0, 0.5) must be two rising positive numbers"),
         ({"num_trials": 0}, "sweep.num_trials = 0 must be at least 1"),
         ({"budget": 0.5}, "sweep.budget = 0.5 must be at least 1, for one whole trial"),
+        ({"budget": math.inf}, "sweep.budget = inf must be at least 1, for one whole trial, and finite"),
         ({"search": "band", "band": (1.5, 2.0)}, "sweep.band = (1.5, 2.0) must lie between τ₀ = 0.001 and τ_max = 2"),
         ({"scheduler": "asha", "band": (1.5, 2.0)}, "sweep.band = (1.5, 2.0) must lie between τ₀ = 0.001 and"),
         ({"search": "band", "base": {"temperature.loss": "ce"}}, "no temperature is learned: choose grid or random"),
