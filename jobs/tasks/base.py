@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -18,21 +20,25 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 from jobs.engine.config import EncoderSection, OptimizerSection, TrainingConfig
 from jobs.engine.fields import resolve_fields, with_absolute_paths
 from jobs.engine.hardware import GIB
-from jobs.engine.task import ParameterGroup, Task, trainable
-from jobs.tasks.config import ReadSection, UnimodalSection
+from jobs.engine.task import ParameterGroup, Statistics, StepResult, Task, trainable
+from jobs.tasks.config import ContrastiveSection, ReadSection, UnimodalSection
 from pipelines.block_cache import DIRECTORY_VARIABLE
 from pipelines.local_copy import checked_copy
 from pipelines.object_store import is_local
 from pipelines.plan import StreamPlan
 from pipelines.storage import read_json, resolve
+from pipelines.stream import Batch
 from tempnet.base_model import BASE_FILE, BaseReference
+from tempnet.contrastive.config import gamma_at
 from tempnet.contrastive.normalisers import NormaliserNet
 from tempnet.contrastive.state import SampleState, World
 from tempnet.contrastive.unimodal import UnimodalLoss
-from tempnet.network import TempNet
+from tempnet.network import PAIRED_DIRECTORY, TempNet
 from tempnet.weights import check_weight_files, load_fitting
 
-if TYPE_CHECKING:  # only some tasks read stored features
+if TYPE_CHECKING:  # the driver does not need DeepSpeed, and only some tasks read stored features
+    from deepspeed import DeepSpeedEngine
+
     from pipelines.features import FeatureFiles
 
 Config = TypeVar("Config", bound=TrainingConfig)
@@ -60,11 +66,17 @@ class DataReference:
 def create_task(task: str, config: TrainingConfig, *rest: Any) -> Task:
     """Create a task on a worker; `task` is MODULE:CLASS, and `rest` ends with the rank and the number of workers.
 
-    The module is imported only here, because it loads DeepSpeed, which the driver does not need.
+    The module is imported only here, as it loads DeepSpeed, which the driver does not need.
     """
     module, _, name = task.partition(":")
     created: Task = getattr(importlib.import_module(module), name)(config.with_num_workers(rest[-1]), *rest)
     return created
+
+
+def order_of(config: Any, train: Any) -> dict[str, Any]:
+    """Return the arguments of `Task` by which the prepared data of training are read in their order."""
+    plan = train.plan(seed=config.run.seed, window_size=config.data.shuffle_window)
+    return {"plan": plan, "reader_resources": config.data.resources}
 
 
 def check_continues(config: TrainingConfig, path: str, found: BaseReference) -> BaseReference:
@@ -101,18 +113,14 @@ def check_resources(data: ReadSection, max_wait_minutes: float) -> None:
 
 
 def num_stored_readers(directory: str) -> int:
-    """Return the number of readers of stored features.
-
-    Local files are memory-mapped, and a copy through Ray's object store would cost more than reading them.
-    """
+    """Return the number of readers of stored features; local files are memory-mapped, which is faster without any."""
     return 0 if is_local(resolve(directory)[0]) else 1
 
 
 def cache_bytes(data: ReadSection, *, plan: StreamPlan, shard_bytes: Sequence[int], split: str = "") -> int:
-    """Return the size in bytes of the cache for reading shards, which is 0 if the cache is smaller than they need.
+    """Return the size in bytes of the cache for reading shards: 0 if it is smaller than their largest window.
 
-    The order within a window is random, so with a cache that is smaller than a window a part of the samples would take
-    requests of their own. In a cache that holds a window, but not two, the next one is fetched when it begins. Shards that
+    The order within a window is random, so that with less a part of the samples would take requests of their own. Shards that
     are in no object store have 0 bytes. If the split is named, a cache that is too small is reported on the terminal.
     """
     if not data.cache_gib or not sum(shard_bytes):
@@ -141,10 +149,8 @@ def feature_cache(config: Any, data: Any, kinds: Sequence[FeatureFiles], *, spli
 
 
 def resolve_paths(config: Config) -> Config:
-    """Return the configuration for the workers, which have another working directory than the driver.
-
-    Local paths are absolute, the storage is the resolved one, and no field leaves its value to the machine. If the
-    configuration has a `tokenizer`, then `data.tokenizer` names the tokenizer that is used.
+    """Return the configuration for the workers: with absolute paths, the resolved storage, no field that leaves its value to
+    the machine, and, if it has a `tokenizer`, with its name in `data.tokenizer`.
     """
     given: Any = config  # the data section and the tokenizer differ between tasks
     changes: dict[str, Any] = {"run": config.run.resolved}
@@ -163,23 +169,89 @@ def base_and_tempnet_groups(
     ]
 
 
-def unimodal_networks(temperature: UnimodalSection, width: int) -> dict[str, Any]:
-    """Return the new networks of a loss on one modality, which read embeddings of this width, by name in `UnimodalLoss`."""
-    networks: dict[str, Any] = (
-        {"tempnet": TempNet(temperature.network_config(width))} if temperature.needs_tempnets else {}
-    )
-    return networks | {"normaliser": NormaliserNet.for_loss(temperature.loss_config, width, temperature.num_prototypes)}
+class UnimodalTask(Task[Config]):
+    """A task whose module has the parts of an encoder and, as `loss`, a loss on one modality; None: the loss is not used."""
+
+    @property
+    def sample_state(self) -> SampleState | None:
+        """What the loss remembers of every sample; None if it remembers nothing."""
+        return self.module.loss and self.module.loss.bimodal.state
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """Return two groups: the encoder with its head, the loss's learned scalars and normalisers; and the TempNet."""
+        loss = self.module.loss
+        base = [part for name, part in self.module.named_children() if name != "loss"]
+        base += [loss.bimodal.learned, loss.bimodal.image_normaliser] if loss else []
+        return base_and_tempnet_groups(base, [loss and loss.tempnet], self.config.optimizer)
+
+    @abstractmethod
+    def inputs(self, batch: Batch, device: torch.device) -> dict[str, Tensor]:
+        """Return the arguments of the module, except γ."""
+
+    @abstractmethod
+    def statistics(self, output: Any, batch: Batch) -> Statistics:
+        """Return the statistics of a step."""
+
+    def train_step(
+        self, engine: DeepSpeedEngine, batch: Batch, *, step: int, num_units: int, with_statistics: bool
+    ) -> StepResult:
+        config: Any = self.config
+        gamma = gamma_at(config.temperature.loss_config, step, config.run.num_steps)
+        output = engine(**self.inputs(batch, engine.device), gamma=gamma)
+        engine.backward(output["loss"])
+        engine.step()
+        statistics = self.statistics(output, batch) if with_statistics else None
+        return StepResult(output["loss"].detach() / self.world_size, statistics)
+
+    def tau_scores(self, tau: Tensor | None) -> dict[str, float]:
+        """Return mean and spread of predicted temperatures; without them the learned one, if there is one."""
+        if tau is not None:
+            return {"tau_mean": float(tau.double().mean()), "tau_std": float(tau.double().std())}
+        learned = self.module.loss.bimodal.learned
+        return {} if learned is None else {"tau_mean": float(learned())}
+
+    def save_tempnet(self, export: Path) -> None:
+        """Save the TempNet, if there is one, into the directory of an export."""
+        if self.module.loss is not None and self.module.loss.tempnet is not None:
+            self.module.loss.tempnet.save_pretrained(export / PAIRED_DIRECTORY)
+
+
+def loss_networks(temperature: ContrastiveSection, width: int, *modalities: str) -> dict[str, Any]:
+    """Return the new networks of a contrastive loss, which read embeddings of this width, by their names in the loss.
+
+    The names begin with those of the modalities, if there are several (`image`, `text`).
+    """
+    prefixes, loss = [f"{name}_" for name in modalities] or [""], temperature.loss_config
+    networks: dict[str, Any] = {}
+    if temperature.needs_tempnets:
+        networks = {f"{prefix}tempnet": TempNet(temperature.network_config(width)) for prefix in prefixes}
+    normalisers = [NormaliserNet.for_loss(loss, width, temperature.num_prototypes) for _ in prefixes]
+    return networks | {f"{prefix}normaliser": one for prefix, one in zip(prefixes, normalisers, strict=True)}
+
+
+def loss_state(
+    temperature: ContrastiveSection, *, num_samples: int | None, world: World, device: torch.device
+) -> SampleState | None:
+    """Return the new state of a loss, divided among the ranks; None for a loss that keeps none, which knows no number."""
+    if not (columns := temperature.loss_config.state_columns):
+        return None
+    assert num_samples is not None  # plans refuse the other case
+    return SampleState(num_samples, columns, world=world, device=device)
 
 
 def unimodal_loss(
     temperature: UnimodalSection, width: int, *, num_samples: int | None, device: torch.device
 ) -> UnimodalLoss:
     """Return a new loss with its state of the samples, whose number may be unknown (None) if it keeps none."""
-    settings, world, state = temperature.loss_config, World.current(), None
-    if columns := settings.state_columns:
-        assert num_samples is not None  # plans refuse the other case
-        state = SampleState(num_samples, columns, world=world, device=device)
-    return UnimodalLoss(settings, **unimodal_networks(temperature, width), state=state, world=world)
+    world = World.current()
+    state = loss_state(temperature, num_samples=num_samples, world=world, device=device)
+    return UnimodalLoss(temperature.loss_config, **loss_networks(temperature, width), state=state, world=world)
+
+
+def describe_tau(scores: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return the line of a report with the mean temperature and its spread, if they are known."""
+    spread = f" ± {scores['tau_std']:.4f}" if "tau_std" in scores else ""
+    return [("mean τ", f"{scores['tau_mean']:.4f}{spread}")] if "tau_mean" in scores else []
 
 
 def autocast_dtype(config: TrainingConfig) -> torch.dtype | None:
@@ -216,19 +288,11 @@ def encode_all(encode: Callable[[np.ndarray], Tensor], numbers: np.ndarray, worl
 
 
 def build_encoder(
-    settings: EncoderSection,
-    head: Any,
-    *,
-    what: str,
-    tokenizer: PreTrainedTokenizerFast,
-    tokenizer_name: str,
-    num_tokens: int,
-    seed: int,
-    with_checkpointing: bool,
-    **options: Any,
+    config: Any, head: Any, tokenizer: PreTrainedTokenizerFast, *, what: str, num_tokens: int, **options: Any
 ) -> PreTrainedModel:
     """Build an encoder with its head, pretrained or a random RoBERTa for `num_tokens` tokens, the same on every rank."""
-    torch.manual_seed(seed)
+    torch.manual_seed(config.run.seed)
+    settings: EncoderSection = config.model
     model: PreTrainedModel
     if settings.path:
         place = checked_copy(settings.path, "model.path = ")
@@ -242,7 +306,7 @@ def build_encoder(
             reason = str(error).strip().splitlines()[0]
             raise ValueError(f"model.path = {settings.path!r} holds no {what}: {reason}") from error
     else:
-        config = AutoConfig.for_model(
+        roberta = AutoConfig.for_model(
             "roberta",
             vocab_size=len(tokenizer),
             hidden_size=settings.hidden_size,
@@ -257,11 +321,16 @@ def build_encoder(
             pad_token_id=tokenizer.pad_token_id,
             **options,
         )
-        model = head.from_config(config, attn_implementation=settings.attention)
-    if with_checkpointing:
+        model = head.from_config(roberta, attn_implementation=settings.attention)
+    if config.workers.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    check_vocabulary(model, tokenizer, tokenizer_name, what="encoder")
+    check_vocabulary(model, tokenizer, config.tokenizer, what="encoder")
     return model
+
+
+def draw_samples(num_samples: int, count: int, seed: int) -> np.ndarray:
+    """Draw the sorted numbers of `count` distinct samples, the same on every rank."""
+    return np.sort(np.random.default_rng([seed, num_samples]).choice(num_samples, size=count, replace=False))
 
 
 def check_vocabulary(

@@ -234,9 +234,8 @@ class ContrastiveSection(TempNetSection, ContrastiveOptions):
             loss = self.loss_config
         except ValueError as error:
             raise ValueError(f"temperature: {error}") from error
-        self.check_steering(
-            has_learned_rho=self.needs_tempnets and loss.kind.uses_rho, tau_min=loss.tau_min, tau_max=loss.tau_max
-        )
+        has_learned_rho = self.needs_tempnets and loss.kind.uses_rho
+        self.check_steering(has_learned_rho=has_learned_rho, tau_min=loss.tau_min, tau_max=loss.tau_max)
 
     @property
     def resolved_gamma_schedule(self) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
 from transformers import PreTrainedModel
 
 from jobs.tasks.base import cache_bytes, check_resources
@@ -36,10 +35,7 @@ def preparation(config: ImageConfig, split: str) -> PrepareImagesConfig:
 
 
 def prepare_split(config: ImageConfig, split: str) -> ImageManifest:
-    """Return the manifest of `train` or `validation`, preparing the data unless this was done before.
-
-    The prepared data are kept in the directory of prepared data, which runs share.
-    """
+    """Return the manifest of `train` or `validation`, preparing the data unless this was done before."""
     started = time.monotonic()
     check_resources(config.data, config.run.max_wait_minutes)
     manifest = prepare_images(
@@ -61,20 +57,10 @@ def cache_for(config: ImageConfig, manifest: ImageManifest, split: str = "") -> 
     return cache_bytes(config.data, plan=plan, shard_bytes=shard_bytes, split=split)
 
 
-def random_pairs(num_pairs: int, count: int, seed: int) -> np.ndarray:
-    """Draw the sorted IDs of `count` distinct pairs, the same on every rank."""
-    return np.sort(np.random.default_rng([seed, num_pairs]).choice(num_pairs, size=count, replace=False))
-
-
 def build_image_tower(settings: ImageTowerSection, path: str, field: str) -> PreTrainedModel:
     """Load the vision model at a path, which `field` names, or build a random ResNet if the path is empty."""
     if path:
         return load_tower(checked_copy(path, f"{field} = "), "image")
-    return random_tower(
-        "resnet",
-        "image",
-        embedding_size=settings.image_stem_width,
-        hidden_sizes=list(settings.image_widths),
-        depths=list(settings.image_depths),
-        layer_type=settings.image_block,
-    )
+    widths, depths = list(settings.image_widths), list(settings.image_depths)
+    sizes = {"embedding_size": settings.image_stem_width, "hidden_sizes": widths, "depths": depths}
+    return random_tower("resnet", "image", **sizes, layer_type=settings.image_block)

@@ -47,9 +47,8 @@ def prepare_split(
 def prepare_training_text(
     config: TextConfig, layout: Layout, check_num_rows: CheckNumRows | None = None
 ) -> Manifest | GrowingManifest:
-    """Return the manifest of the training text, which still grows if `data.prepare` says so and parts are missing.
-
-    The number of rows is checked as soon as it is known.
+    """Return the manifest of the training text, which may still grow with `data.prepare = streaming`; then the number of its
+    rows is checked as soon as it is known.
     """
     data = config.data
     if not data.is_streaming:
@@ -85,9 +84,8 @@ def find(reference: Any) -> Any:
 
 
 def describe_data(train: Manifest | GrowingManifest, validation: Manifest, *, noun: str) -> dict[str, Any]:
-    """Return the entries of a run's outcome that tell what its data hold; `noun` is what the rows are called.
-
-    `num_samples` and `num_<noun>_train` are None if parts of the training text are still missing.
+    """Return the entries of a run's outcome that tell what its data hold; numbers of the training text are None while parts
+    of it are missing.
     """
     train = train.latest()
     return {

@@ -237,15 +237,16 @@ class LabelCorrelation(Scoring):
 
 def _draw_pairs(run: FinishedRun, split: str, count: int) -> tuple[ClipConfig, PairSource, np.ndarray]:
     """Return the configuration of a run, what reads the pairs of one of its splits, and the ids of some of them."""
+    from jobs.tasks.base import draw_samples
     from jobs.tasks.dual_encoder.config import ClipConfig
     from jobs.tasks.dual_encoder.task import pair_source
-    from jobs.tasks.images import prepare_split, random_pairs
+    from jobs.tasks.images import prepare_split
 
     config = run.config
     assert isinstance(config, ClipConfig)
     source = pair_source(config, prepare_split(config, split))
     num_pairs = source.manifest.num_pairs
-    return config, source, random_pairs(num_pairs, min(count, num_pairs), config.run.seed)
+    return config, source, draw_samples(num_pairs, min(count, num_pairs), config.run.seed)
 
 
 def _predict(export: str, batch: Mapping[str, Any]) -> Any:

@@ -239,8 +239,7 @@ class CrossValidationConfig(_SharedConfig):
         TrainingConfig.__post_init__(self)
         if self.run.seed:
             raise ValueError(f"run.seed = {self.run.seed}: the seeds of a cross-validation are grid.seeds")
-        # Raises if a cell would refuse its configuration. This test cell keeps the run section of the cross-validation,
-        # because the default storage of a preset may not be usable until the command line has set another.
+        # Raises if a cell would refuse its configuration. Its storage is not resolved, as that of a preset may not be usable.
         _ = self._cell(self.run, "", self.grid.settings[0], 0)
 
     @property

@@ -18,7 +18,7 @@ from jobs.engine.export import open_export
 from jobs.engine.hardware import worker_device
 from jobs.engine.task import ParameterGroup, StepResult, Task, trainable
 from jobs.tasks import base
-from jobs.tasks.base import autocast_dtype, naming_field, to_device
+from jobs.tasks.base import autocast_dtype, encode_all, naming_field, to_device
 from jobs.tasks.classifier.config import ClassifierConfig, LabelledSection, soft_triple_config
 from pipelines.plan import StreamPlan
 from pipelines.problems import TooManyProblemsError
@@ -91,22 +91,16 @@ class ClassifierTask(Task[ClassifierConfig]):
         self, engine: DeepSpeedEngine, *, with_details: bool
     ) -> tuple[dict[str, float], dict[str, Any] | None]:
         """Return accuracy and cross-entropy on the held-out sentences; the details are the confusion matrix."""
-        num_classes = len(self.labelled.class_names)
-        sums = torch.zeros(num_classes**2 + 1, dtype=torch.float64, device=engine.device)
-        mine = np.arange(self.rank, len(self.held_out), self.world_size)
-        for rows in np.array_split(mine, max(1, -(-len(mine) // _VALIDATION_BATCH_SIZE))):
-            if not len(rows):
-                continue
+
+        def predict(rows: np.ndarray) -> Tensor:
             tensors = self._tensors(self.held_out.read(np.zeros_like(rows), rows, 0), engine.device)
-            labels, _ = tensors.pop("labels"), tensors.pop("counted")
-            logits = self.module.logits(**tensors)
-            cells = labels * num_classes + logits.argmax(-1)
-            sums[:-1] += torch.bincount(cells, minlength=num_classes**2)
-            sums[-1] += F.cross_entropy(logits, labels, reduction="sum")
-        counts = self.module.world.sum(sums).tolist()
-        confusion = np.array(counts[:-1], dtype=np.int64).reshape(num_classes, num_classes)
-        number = float(confusion.sum())
-        scores = {"accuracy": float(confusion.trace()) / number, "cross_entropy": counts[-1] / number}
+            return self.module.logits(**{name: tensors[name] for name in tensors if name not in ("labels", "counted")})
+
+        size, labels = len(self.labelled.class_names), torch.from_numpy(self.held_out.labels).to(engine.device)
+        logits = encode_all(predict, np.arange(len(labels)), self.module.world, _VALIDATION_BATCH_SIZE)
+        confusion = torch.bincount(labels * size + logits.argmax(-1), minlength=size**2).view(size, size)
+        cross_entropy = float(F.cross_entropy(logits.double(), labels))
+        scores = {"accuracy": float(confusion.trace()) / len(labels), "cross_entropy": cross_entropy}
         return scores, {"confusion": confusion.tolist()} if with_details else None
 
     def _tensors(self, batch: Batch, device: torch.device) -> dict[str, Tensor]:
@@ -150,11 +144,7 @@ class ClassifierStatistics:
 
 
 def sentence_tensors(batch: Batch, device: torch.device, *, with_padding: bool, with_types: bool) -> dict[str, Tensor]:
-    """Convert a batch into the arguments of `TripleEntropyClassifier`.
-
-    If padding counts in the loss, it is not trimmed to the longest sentence, so that all ranks have the same amount of it.
-    A tokenizer may return token types even for a model without.
-    """
+    """Convert a batch into the arguments of `TripleEntropyClassifier`; padding is trimmed unless it counts in the loss."""
     lengths = batch["lengths"]
     width = batch["input_ids"].shape[1] if with_padding else int(lengths.max())
     names = ("input_ids", "token_type_ids") if with_types else ("input_ids",)
@@ -187,15 +177,16 @@ def read_data(data: LabelledSection, name: str) -> tuple[SentenceTask, Examples]
         )
     rows = np.arange(len(whole))
     drawn = resample(rows, replace=False, n_samples=data.num_examples, stratify=whole.labels, random_state=data.seed)
-    return task, _rows(whole, np.sort(drawn))
+    rows = np.sort(drawn)
+    second = None if whole.second is None else [whole.second[row] for row in rows]
+    return task, Examples([whole.first[row] for row in rows], second, whole.labels[rows])
 
 
-def check_folds(task: SentenceTask, examples: Examples, num_folds: int) -> None:
+def _check_folds(task: SentenceTask, examples: Examples, num_folds: int) -> None:
     """Check that every class has at least as many sentences as there are folds."""
     counts = np.bincount(examples.labels, minlength=len(task.class_names))
     smallest = int(counts.argmin())
-    if counts[smallest] < num_folds:
-        count = counts[smallest]
+    if (count := counts[smallest]) < num_folds:
         what = f"class {task.class_names[smallest]!r} of {task.name} has {count} of the {len(examples)} sentences"
         if count < 2:
             raise ValueError(
@@ -207,28 +198,15 @@ def check_folds(task: SentenceTask, examples: Examples, num_folds: int) -> None:
 def read_fold(config: ClassifierConfig) -> tuple[SentenceTask, LabelledSource, LabelledSource]:
     """Return the task, and the tokenised training and held-out sentences of a cell."""
     task, examples = read_data(config.data, config.fold.task)
-    check_folds(task, examples, config.fold.num_folds)
+    _check_folds(task, examples, config.fold.num_folds)
     with naming_field("data."):
         tokenizer = load_tokenizer(config.tokenizer, needs_eos=False)
     if tokenizer.pad_token_id is None:
         raise ValueError(f"data.tokenizer = {config.tokenizer!r} has no padding token (pad_token)")
     source = LabelledSource.of(examples, tokenizer, num_tokens=config.data.num_tokens)
-    inside, outside = folds(examples.labels, config.fold.num_folds, config.run.seed)[config.fold.fold]
+    splitter = StratifiedKFold(config.fold.num_folds, shuffle=True, random_state=config.run.seed)
+    inside, outside = list(splitter.split(examples.labels, examples.labels))[config.fold.fold]
     return task, source[inside], source[outside]
-
-
-def folds(labels: np.ndarray, num_folds: int, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return, for every fold, the rows to train on and the rows that are held out, stratified by class."""
-    splitter = StratifiedKFold(num_folds, shuffle=True, random_state=seed)
-    return list(splitter.split(np.zeros(len(labels)), labels))
-
-
-def _rows(examples: Examples, rows: np.ndarray) -> Examples:
-    def chosen(texts: list[str]) -> list[str]:
-        return [texts[row] for row in rows]
-
-    second = None if examples.second is None else chosen(examples.second)
-    return Examples(chosen(examples.first), second, examples.labels[rows])
 
 
 def build_model(
@@ -237,14 +215,11 @@ def build_model(
     """Build the module to train on the CPU: a pretrained or random text model with a new head, the same on every rank."""
     width = config.data.num_tokens
     model = base.build_encoder(
-        config.model,
+        config,
         AutoModelForSequenceClassification,
+        tokenizer,
         what="text model",
-        tokenizer=tokenizer,
-        tokenizer_name=config.tokenizer,
         num_tokens=width,
-        seed=config.run.seed,
-        with_checkpointing=config.workers.activation_checkpointing,
         id2label=dict(enumerate(class_names)),
         label2id={name: number for number, name in enumerate(class_names)},
     )

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
@@ -18,7 +17,9 @@ from jobs.tasks.base import (
     DataReference,
     count_parameters,
     create_task,
+    describe_tau,
     feature_cache,
+    loss_networks,
     naming_field,
     resolve_paths,
 )
@@ -26,7 +27,6 @@ from jobs.tasks.config import check_sizes
 from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.dual_encoder.task import (
     build_encoder,
-    build_networks,
     encoder_sizes,
     find_embeddings,
     pair_source,
@@ -34,7 +34,6 @@ from jobs.tasks.dual_encoder.task import (
 )
 from jobs.tasks.images import preparation, prepare_split
 from pipelines.images.captions import CaptionEncoder
-from pipelines.images.manifest import ImageManifest
 from pipelines.images.prepare import check_source
 from pipelines.storage import exists
 from pipelines.stream import READ_CPUS
@@ -102,24 +101,24 @@ class ClipPlan(Plan[ClipConfig]):
         """Index the images, unless this was done before, and read the table of temperatures if one is given."""
         config = resolve_paths(self.config)
         train, validation = prepare_split(config, "train"), prepare_split(config, "validation")
-        check_sizes(
-            config,
-            config.temperature,
-            num_samples=train.num_pairs,
-            num_pairs_per_batch=config.optimizer.batch_size,
-            noun="pairs",
-        )
-        splits = {"train": train, "validation": validation}
+        size, splits = config.optimizer.batch_size, {"train": train, "validation": validation}
+        check_sizes(config, config.temperature, num_samples=train.num_pairs, num_pairs_per_batch=size, noun="pairs")
         towers = refer_to_towers(config) if config.model.freeze else None
         embeddings = None
         if towers is not None and config.model.features:
             stored = [find_embeddings(config, data, towers, split) for split, data in splits.items()]
             feature_cache(config, train, [stored[0].images, stored[0].captions], split="train")
             embeddings = stored[0].directory, stored[1].directory
+        given_tau = None
+        if config.temperature.table:
+            from pipelines.images.temperature_table import read_temperatures
+
+            with naming_field("temperature.table: "):
+                given_tau = read_temperatures(config.temperature.table, train)
         data = DataReference(
             train=train.directory,
             validation=validation.directory,
-            given_tau=_given_tau(config, train),
+            given_tau=given_tau,
             base=towers,
             features=embeddings,
         )
@@ -161,17 +160,15 @@ class ClipPlan(Plan[ClipConfig]):
         for direction, name in (("image → text", "text"), ("text → image", "image")):
             figures = " / ".join(f"{scores[f'{name}_recall@{k}']:.2%}" for k in (1, 5, 10))
             rows.append((f"R@1 / 5 / 10, {direction}", figures))
-        if "tau_mean" in scores:
+        for name, text in describe_tau(scores):
             low, high = self.band
             where = "in" if low <= scores["tau_mean"] <= high else "outside"
-            spread = f" ± {scores['tau_std']:.4f}" if "tau_std" in scores else ""
-            rows.append(("mean τ", f"{scores['tau_mean']:.4f}{spread} ({where} the papers' band {low:g} to {high:g})"))
-            for name, noun in (("image", "images"), ("text", "captions")):
-                if f"{name}_tau_mean" in scores:
-                    rows.append((f"  of {noun}", f"{scores[f'{name}_tau_mean']:.4f} ± {scores[f'{name}_tau_std']:.4f}"))
-        if share_cut := outcome.get("share_cut"):  # missing in the outcomes of older runs
-            name = f"captions cut to {outcome['num_text_tokens']} tokens"
-            rows.append((name, ", ".join(f"{share:.2%} ({split})" for split, share in share_cut.items())))
+            rows.append((name, f"{text} ({where} the papers' band {low:g} to {high:g})"))
+        for name, noun in (("image", "images"), ("text", "captions")):
+            if f"{name}_tau_mean" in scores:
+                rows.append((f"  of {noun}", f"{scores[f'{name}_tau_mean']:.4f} ± {scores[f'{name}_tau_std']:.4f}"))
+        shares = ", ".join(f"{share:.2%} ({split})" for split, share in outcome["share_cut"].items())
+        rows.append((f"captions cut to {outcome['num_text_tokens']} tokens", shares))
         return rows
 
 
@@ -200,14 +197,17 @@ def make_plan(config: ClipConfig) -> ClipPlan:
         CaptionEncoder(tokenizer=tokenizer, num_text_tokens=config.data.num_text_tokens)
     if config.temperature.table and not exists(config.temperature.table):
         raise FileNotFoundError(f"temperature.table = {config.temperature.table!r} does not exist")
-    num_parameters = (0, 0) if config.model.features else _check_towers(config, tokenizer)
+    num_parameters = (0, 0)
     if config.model.features:
-        encoder_sizes(config)
+        encoder_sizes(config)  # which checks them
+    else:
+        num_parameters = _check_towers(config, tokenizer)
+    networks = loss_networks(config.temperature, config.model.embedding_size, "image", "text")
     return ClipPlan(
         config=config,
         num_image_parameters=num_parameters[0],
         num_text_parameters=num_parameters[1],
-        num_tempnet_parameters=count_parameters(*build_networks(config).values()),
+        num_tempnet_parameters=count_parameters(*networks.values()),
         tracking_uri=uri,
     )
 
@@ -226,12 +226,3 @@ def _check_towers(config: ClipConfig, tokenizer: PreTrainedTokenizerFast) -> tup
         count_parameters(encoder.image_encoder, encoder.image_projection),
         count_parameters(encoder.text_encoder, encoder.text_projection),
     )
-
-
-def _given_tau(config: ClipConfig, train: ImageManifest) -> np.ndarray | None:
-    if not config.temperature.table:
-        return None
-    from pipelines.images.temperature_table import read_temperatures
-
-    with naming_field("temperature.table: "):
-        return read_temperatures(config.temperature.table, train)

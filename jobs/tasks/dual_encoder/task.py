@@ -23,14 +23,18 @@ from jobs.tasks.base import (
     base_and_tempnet_groups,
     check_continues,
     check_vocabulary,
+    draw_samples,
     feature_cache,
     load_stored,
+    loss_networks,
+    loss_state,
     num_stored_readers,
+    order_of,
     to_device,
 )
 from jobs.tasks.dual_encoder.config import ClipConfig
-from jobs.tasks.dual_encoder.validation import MAX_PAIRS_COMPARED, HeldOut, RetrievalSet, rivals, score
-from jobs.tasks.images import build_image_tower, cache_for, random_pairs
+from jobs.tasks.dual_encoder.validation import MAX_PAIRS_COMPARED, HeldOut, encode_held_out, rivals, score
+from jobs.tasks.images import build_image_tower, cache_for
 from pipelines.features import EmbeddingSource, PairEmbeddings, features_directory
 from pipelines.images import views
 from pipelines.images.manifest import ImageManifest
@@ -41,7 +45,6 @@ from pipelines.text.tokenization import load_tokenizer, tokenizer_digest
 from tempnet.base_model import BaseReference
 from tempnet.contrastive.config import gamma_at
 from tempnet.contrastive.losses import ContrastiveLoss, PairStatistics
-from tempnet.contrastive.normalisers import NormaliserNet
 from tempnet.contrastive.state import SampleState, World
 from tempnet.models.dual_encoder import (
     IMAGE_TEMPNET_DIRECTORY,
@@ -55,7 +58,6 @@ from tempnet.models.dual_encoder import (
 )
 from tempnet.models.dual_encoder_config import DualEncoderConfig
 from tempnet.models.towers import load_tower, random_tower
-from tempnet.network import TempNet
 
 if TYPE_CHECKING:  # the driver, which builds the model to check it, does not need DeepSpeed
     from deepspeed import DeepSpeedEngine
@@ -68,41 +70,37 @@ class ClipTask(Task[ClipConfig]):
 
     unit = "pairs"
     module: Any
-    """A `TemperatureDualEncoder`; of several runs that train together a `SideBySideDualEncoder`, whose parts the members
-    have."""
+    """A `TemperatureDualEncoder`, or the `SideBySideDualEncoder` of several runs, whose parts the members have."""
     steering: RhoSteering
 
     def __init__(self, config: ClipConfig, data: DataReference, rank: int, world_size: int) -> None:
         self.data, self.base = data, data.base
         self.train, self.held_out_pairs = ImageManifest.load(data.train), ImageManifest.load(data.validation)
         self.source: PairSource | EmbeddingSource
-        reading: dict[str, Any]
+        reading = order_of(config, self.train)
         if data.features is None:
             self.source = pair_source(config, self.train)
-            reading = config.data.reading
+            reading |= config.data.reading
         else:
             embeddings = PairEmbeddings.load(data.features[0], self.train)
             size = feature_cache(config, self.train, [embeddings.images, embeddings.captions])
             self.source = EmbeddingSource(embeddings=embeddings, cache_bytes=size)
-            reading = {"num_readers": num_stored_readers(embeddings.directory)}
-        super().__init__(
-            config,
-            self.source,
-            plan=self.train.plan(seed=config.run.seed, window_size=config.data.shuffle_window),
-            rank=rank,
-            world_size=world_size,
-            reader_resources=config.data.resources,
-            **reading,
-        )
+            reading["num_readers"] = num_stored_readers(embeddings.directory)
+        super().__init__(config, self.source, rank=rank, world_size=world_size, **reading)
         self._shared: dict[str, Any] = {}
         """What any member has found for all: the embeddings of the validation set, and towers to export."""
 
     def build(self, *, is_fresh: bool) -> None:
-        """Build the module with its per-sample state, initialise the prototypes, and find the validation set."""
-        self._find_held_out()
-        towers = None  # with stored embeddings
+        """Build the module with its per-sample state and prototypes, and read the validation set's stored embeddings."""
+        towers = None
         if self.data.features is None:
             towers = build_encoder(self.config, load_tokenizer(self.config.tokenizer, needs_eos=False))
+        else:
+            total = self.held_out_pairs.num_images
+            stored = PairEmbeddings.load(self.data.features[1], self.held_out_pairs)
+            *vectors, owner = stored.read_held_out(min(self.config.validation.num_images or total, total))
+            image, text = map(torch.from_numpy, vectors)
+            self._shared["held_out"] = HeldOut(image=image, text=text, image_of_text=owner)
         for member in self.make_members():
             member._build_on(towers, is_fresh=is_fresh)
         if len(self.members) > 1:
@@ -129,25 +127,13 @@ class ClipTask(Task[ClipConfig]):
     def _set_rho(self, rho: float) -> None:
         self.module.loss.config = replace(self.module.loss.config, rho=rho)
 
-    def _find_held_out(self) -> None:
-        """Read the stored embeddings of the validation set, or its captions."""
-        if self.data.features is None:
-            self.retrieval = RetrievalSet(pair_source(self.config, self.held_out_pairs), self.config)
-            return
-        total = self.held_out_pairs.num_images
-        number = min(self.config.validation.num_images or total, total)
-        image, text, owner = PairEmbeddings.load(self.data.features[1], self.held_out_pairs).read_held_out(number)
-        self._shared["held_out"] = HeldOut(
-            image=torch.from_numpy(image), text=torch.from_numpy(text), image_of_text=owner
-        )
-
     @torch.no_grad()
     def _init_prototypes(self, device: torch.device) -> None:
         """Initialise the networks' prototypes from embeddings of random training images and texts, the same on every rank."""
         module, settings = self.module, self.config.temperature
         if not settings.needs_prototypes:
             return
-        ids = random_pairs(self.train.num_pairs, settings.num_prototypes, self.config.run.seed)
+        ids = draw_samples(self.train.num_pairs, settings.num_prototypes, self.config.run.seed)
         tensors = tensors_of(self.source.read(*self.source.locate(ids), 0), device)
         module.eval()
         module.init_prototypes(*module.embed(**inputs_of(tensors)))
@@ -155,7 +141,6 @@ class ClipTask(Task[ClipConfig]):
 
     @property
     def sample_state(self) -> SampleState | None:
-        """What the loss remembers of every sample; None if it remembers nothing."""
         return self.module.loss.state
 
     def parameter_groups(self) -> list[ParameterGroup]:
@@ -200,12 +185,9 @@ class ClipTask(Task[ClipConfig]):
         return scores | self.steering.scores(), details
 
     def _judge_stored_temperatures(self, device: torch.device) -> dict[str, Any]:
-        """Compare the temperatures of training pairs with constants on random ones of these pairs. All ranks must call this.
-
-        They belong to these pairs and say nothing of others, so that no held-out pair could judge them.
-        """
+        """Compare the temperatures of training pairs, which are of no others, with constants. All ranks must call this."""
         number = min(self.train.num_pairs, MAX_PAIRS_COMPARED)
-        ids = random_pairs(self.train.num_pairs, number, self.config.run.seed)
+        ids = draw_samples(self.train.num_pairs, number, self.config.run.seed)
         parts = []
         for at in range(0, number, self.config.validation.batch_size):
             chosen = ids[at : at + self.config.validation.batch_size]
@@ -217,11 +199,8 @@ class ClipTask(Task[ClipConfig]):
         tau = loss.state.read(kept)["tau"]
         if self.rank != 0:
             return {}
-        return {
-            "rivals": rivals(image.cpu(), text.cpu(), owner.cpu(), tau.cpu(), loss.config),
-            "judged_by": loss.config.kind.objective,
-            "judged_on": "training",
-        }
+        figures = rivals(image.cpu(), text.cpu(), owner.cpu(), tau.cpu(), loss.config)
+        return {"rivals": figures, "judged_by": loss.config.kind.objective, "judged_on": "training"}
 
     def held_out(self, module: TemperatureDualEncoder, device: torch.device) -> HeldOut:
         """Return the embeddings of the validation set; those of frozen towers are computed once."""
@@ -229,7 +208,8 @@ class ClipTask(Task[ClipConfig]):
         if held_out is not None:
             return held_out
         assert module.encoder is not None
-        held_out = self.retrieval.embeddings(module.encoder, module.loss.world, device)
+        source = pair_source(self.config, self.held_out_pairs)
+        held_out = encode_held_out(source, self.config, module.encoder, module.loss.world, device)
         if self.config.model.freeze:
             self._shared["held_out"] = held_out
         return held_out
@@ -264,12 +244,9 @@ def export_encoder(encoder: DualEncoder, loss: ContrastiveLoss, tokenizer: PreTr
         encoder.save_pretrained(directory, tokenizer)
         if (tau := loss.constant_tau) is not None:
             save_training_temperature(directory, tau)
-        for network, name in (
-            (loss.image_tempnet, IMAGE_TEMPNET_DIRECTORY),
-            (loss.text_tempnet, TEXT_TEMPNET_DIRECTORY),
-        ):
-            if network is not None:
-                network.save_pretrained(directory / name)
+        if loss.image_tempnet is not None and loss.text_tempnet is not None:
+            loss.image_tempnet.save_pretrained(directory / IMAGE_TEMPNET_DIRECTORY)
+            loss.text_tempnet.save_pretrained(directory / TEXT_TEMPNET_DIRECTORY)
 
 
 def tensors_of(batch: Batch, device: torch.device) -> dict[str, Tensor]:
@@ -395,35 +372,16 @@ def _text_tower(config: ClipConfig, tokenizer: PreTrainedTokenizerFast) -> PreTr
     )
 
 
-def build_networks(config: ClipConfig) -> dict[str, Any]:
-    """Return the new networks of the loss for images and for texts, by the names that `ContrastiveLoss` has for them."""
-    temperature, size = config.temperature, config.model.embedding_size
-    networks: dict[str, Any] = {}
-    if temperature.needs_tempnets:
-        tempnet = temperature.network_config(size)
-        networks = {name: TempNet(tempnet) for name in ("image_tempnet", "text_tempnet")}
-    for name in ("image_normaliser", "text_normaliser"):
-        networks[name] = NormaliserNet.for_loss(temperature.loss_config, size, temperature.num_prototypes)
-    return networks
-
-
 def add_loss(
     encoder: DualEncoder | None, config: ClipConfig, *, num_pairs: int, device: torch.device
 ) -> TemperatureDualEncoder:
-    """Build the module from its encoder, None with stored embeddings: add the loss with its networks and its state.
-
-    The state of `num_pairs` samples is partitioned among the ranks.
+    """Build the module: add the loss, with its networks and the state of `num_pairs` samples, to the encoder; None: its
+    embeddings are stored.
     """
-    if config.model.freeze:
-        # The initial weights of TempNets on frozen towers must not depend on whether the towers were built, which draws
-        # random numbers.
+    if config.model.freeze:  # whether the towers were built, which draws random numbers, must not matter
         torch.manual_seed(config.run.seed)
-    networks = build_networks(config)
-    loss, world = config.temperature.loss_config, World.current()
-    state = SampleState(num_pairs, loss.state_columns, world=world, device=device) if loss.state_columns else None
-    module = TemperatureDualEncoder(
-        encoder,
-        ContrastiveLoss(loss, **networks, state=state, world=world),
-        freeze_encoder=config.model.freeze,
-    )
-    return module.to(device)
+    temperature, world = config.temperature, World.current()
+    networks = loss_networks(temperature, config.model.embedding_size, "image", "text")
+    state = loss_state(temperature, num_samples=num_pairs, world=world, device=device)
+    loss = ContrastiveLoss(temperature.loss_config, **networks, state=state, world=world)
+    return TemperatureDualEncoder(encoder, loss, freeze_encoder=config.model.freeze).to(device)

@@ -56,33 +56,32 @@ class HeldOut:
         return self.recalls | {"cross_entropy_tau": cross_entropy(self.image, self.text, owners, tau)}
 
 
-class RetrievalSet:
-    """Held-out images, the first `validation.num_images` (0: all), and captions that an encoder is run over."""
+def encode_held_out(
+    source: PairSource, config: ClipConfig, encoder: DualEncoder, world: World, device: torch.device
+) -> HeldOut:
+    """Encode the first `validation.num_images` images (0: all) and their captions; every rank computes its part.
 
-    def __init__(self, source: PairSource, config: ClipConfig) -> None:
-        captions, image_of_text = source.captions()
-        self.num_images = min(config.validation.num_images or source.manifest.num_images, source.manifest.num_images)
-        chosen = np.flatnonzero(image_of_text < self.num_images)
-        self.captions, self.image_of_text = [captions[index] for index in chosen], image_of_text[chosen]
-        self.source, self.batch_size = source, config.validation.batch_size
+    All ranks must call this; the embeddings are on the CPU.
+    """
+    total, size = source.manifest.num_images, config.validation.batch_size
+    num_images = min(config.validation.num_images or total, total)
+    captions, image_of_text = source.captions()
+    chosen = np.flatnonzero(image_of_text < num_images)
 
-    def embeddings(self, encoder: DualEncoder, world: World, device: torch.device) -> HeldOut:
-        """Return all embeddings, on the CPU; every rank computes its part. All ranks must call this."""
+    def encode_images(numbers: np.ndarray) -> Tensor:
+        return encoder.encode_images(torch.from_numpy(source.read_images(numbers)).to(device))
 
-        def encode_images(numbers: np.ndarray) -> Tensor:
-            return encoder.encode_images(torch.from_numpy(self.source.read_images(numbers)).to(device))
-
-        def encode_texts(numbers: np.ndarray) -> Tensor:
-            tokens = self.source.encoder.encode([self.captions[number] for number in numbers])
-            return encoder.encode_texts(
-                *(torch.from_numpy(tokens[name]).to(device) for name in ("input_ids", "attention_mask"))
-            )
-
-        return HeldOut(
-            image=encode_all(encode_images, np.arange(self.num_images), world, self.batch_size).cpu(),
-            text=encode_all(encode_texts, np.arange(len(self.captions)), world, self.batch_size).cpu(),
-            image_of_text=self.image_of_text,
+    def encode_texts(numbers: np.ndarray) -> Tensor:
+        tokens = source.encoder.encode([captions[number] for number in numbers])
+        return encoder.encode_texts(
+            *(torch.from_numpy(tokens[name]).to(device) for name in ("input_ids", "attention_mask"))
         )
+
+    return HeldOut(
+        image=encode_all(encode_images, np.arange(num_images), world, size).cpu(),
+        text=encode_all(encode_texts, chosen, world, size).cpu(),
+        image_of_text=image_of_text[chosen],
+    )
 
 
 def score(
@@ -100,22 +99,22 @@ def score(
     scores |= held_out.scores(predicted or one_temperature(loss.config, scores))
     if not with_details:
         return scores, None
-    details: dict[str, Any] = {"histograms": _histograms(loss, predicted)}
+    ends = loss.config.tau_min, loss.config.tau_max
+    counts = _of_all(loss, predicted, lambda tau: histogram_of(tau, *ends).double())
+    histograms = {} if counts is None else dict(zip(("image", "text"), counts.tolist(), strict=True))
+    details: dict[str, Any] = {"histograms": histograms}
     if predicted and loss.world.rank == 0:
         owner = torch.from_numpy(held_out.image_of_text)[:MAX_PAIRS_COMPARED]
         image, text = held_out.image[owner], held_out.text[: len(owner)]
         of_pairs = torch.stack([predicted[0][owner], predicted[1][: len(owner)]])
-        details |= {
-            "rivals": rivals(image, text, owner, of_pairs, loss.config),
-            "judged_by": loss.config.kind.objective,
-        }
+        figures = rivals(image, text, owner, of_pairs, loss.config)
+        details |= {"rivals": figures, "judged_by": loss.config.kind.objective}
     return scores, details
 
 
 def _temperature_scores(loss: ContrastiveLoss, predicted: tuple[Tensor, Tensor] | None) -> dict[str, float]:
-    """Return mean and standard deviation of τ, of both modalities together and of each. All ranks must call this.
-
-    For a single learned temperature only the mean is returned, which is its value.
+    """Return mean and standard deviation of τ, of both modalities together and of each; for a single learned temperature
+    its value. All ranks must call this.
     """
     if loss.learned is not None:
         return {"tau_mean": float(loss.learned())}
@@ -135,19 +134,11 @@ def _sums(tau: Tensor) -> Tensor:
     return torch.stack([tau.new_tensor(tau.numel()), tau.sum(), tau.square().sum()])
 
 
-def _histograms(loss: ContrastiveLoss, predicted: tuple[Tensor, Tensor] | None) -> dict[str, list[float]]:
-    """Return histograms (counts) of τ by modality, if samples have their own. All ranks must call this."""
-    ends = loss.config.tau_min, loss.config.tau_max
-    counts = _of_all(loss, predicted, lambda tau: histogram_of(tau, *ends).double())
-    return {} if counts is None else {name: part.tolist() for name, part in zip(("image", "text"), counts, strict=True)}
-
-
 def _of_all(
     loss: ContrastiveLoss, predicted: tuple[Tensor, Tensor] | None, measure: Callable[[Tensor], Tensor]
 ) -> Tensor | None:
-    """Return a measure of the images' and of the texts' temperatures that adds up over ranks; None if there are none.
-
-    They are those predicted for the validation set, or those stored for all training samples.
+    """Return a measure, which adds up over ranks, of the temperatures of images and of texts that are predicted for the
+    validation set or stored for all training samples; None if there are none.
     """
     if predicted is not None:
         return torch.stack([measure(part) for part in predicted])
@@ -157,10 +148,8 @@ def _of_all(
 
 
 def one_temperature(config: ContrastiveLossConfig, scores: Mapping[str, float]) -> tuple[Tensor, Tensor] | None:
-    """Return the τ of the images and the τ of the texts for a loss whose temperatures are not predicted.
-
-    It is the single temperature of the loss or the mean of the training samples' own temperatures (`tau_mean`); None
-    for the temperature-free loss.
+    """Return the τ of images and of texts for a loss that predicts none: its single temperature, or the mean of the training
+    samples' own (`tau_mean`); None for the temperature-free loss.
     """
     if config.kind.temperature == "free":
         return None
@@ -171,12 +160,9 @@ def one_temperature(config: ContrastiveLossConfig, scores: Mapping[str, float]) 
 def rivals(image: Tensor, text: Tensor, owner: Tensor, tau: Tensor, config: ContrastiveLossConfig) -> dict[str, float]:
     """Compare learned with constant temperatures on B pairs, taken as one batch, separately for images and captions.
 
-    Embeddings are (B, d) unit vectors, `owner` (B,) numbers the images of the pairs, and `tau` is (2, B).
-
-    Returns:
-        The figures of :func:`tempnet.baselines.compare_with_constants` for the loss of
-        :func:`tempnet.contrastive.losses.held_out_losses`, with the prefixes `image/` or `text/`, and `robust/` or
-        `cross_entropy/` (the `objective` of the training loss); and `num_pairs`.
+    Embeddings are (B, d) unit vectors, `owner` (B,) numbers the images of the pairs, and `tau` is (2, B). Returned are
+    `num_pairs` and, as `image/<objective>/…` and `text/<objective>/…`, the figures of
+    :func:`tempnet.baselines.compare_with_constants` for :func:`tempnet.contrastive.losses.held_out_losses`.
     """
     losses = held_out_losses(image, text, owner, config)
     found = {"num_pairs": float(len(owner))}

@@ -12,7 +12,7 @@ import torch
 
 from jobs.engine.launch import tracking_uri
 from jobs.engine.task import Plan, PreparedTask, data_sets
-from jobs.tasks.base import DataReference, count_parameters, create_task, naming_field, resolve_paths
+from jobs.tasks.base import DataReference, count_parameters, create_task, describe_tau, naming_field, resolve_paths
 from jobs.tasks.config import check_sizes
 from jobs.tasks.image_encoder.config import ImageEncoderConfig
 from jobs.tasks.image_encoder.task import build_model, probed_images, read_classes
@@ -39,7 +39,6 @@ class ImageEncoderPlan(Plan[ImageEncoderConfig]):
 
     @property
     def data_cpus(self) -> float:
-        """Number of CPUs of the readers of all workers."""
         return READ_CPUS * self.config.data.num_readers * self.config.workers.max_workers
 
     @property
@@ -49,7 +48,6 @@ class ImageEncoderPlan(Plan[ImageEncoderConfig]):
         return loss.name + (f", τ = {loss.tau:g}" if loss.kind.temperature == "fixed" else details)
 
     def describe(self) -> str:
-        """Return the plan as text for the terminal."""
         config = self.config
         size, workers = config.optimizer.batch_size, config.workers.max_workers
         return self.describe_lines(
@@ -72,8 +70,8 @@ class ImageEncoderPlan(Plan[ImageEncoderConfig]):
         size = config.optimizer.batch_size
         check_sizes(config, config.temperature, num_samples=train.num_pairs, num_pairs_per_batch=size, noun="images")
         classes = read_classes(train)
-        num_probed = len(np.unique(classes[probed_images(train.num_pairs, config.validation.num_train_images)]))
-        if num_probed < 2:
+        probed = probed_images(train.num_pairs, config.validation.num_train_images)
+        if (num_probed := len(np.unique(classes[probed]))) < 2:
             raise ValueError(
                 f"data.label = {config.data.label!r} gives the training images that the linear probe reads {num_probed} "
                 "class, and it needs two or more"
@@ -86,17 +84,20 @@ class ImageEncoderPlan(Plan[ImageEncoderConfig]):
                 "data.train has; the linear probe is wrong about them",
                 flush=True,
             )
-        data = DataReference(train=train.directory, validation=validation.directory)
+        data, num_classes = (
+            DataReference(train=train.directory, validation=validation.directory),
+            len(np.unique(classes)),
+        )
         return PreparedTask(
             create_task=partial(create_task, "jobs.tasks.image_encoder.task:ImageEncoderTask", config, data),
             num_samples=train.num_pairs,
-            parameters={"num_images": train.num_pairs, "num_classes": len(np.unique(classes))},
+            parameters={"num_images": train.num_pairs, "num_classes": num_classes},
             data_sets=data_sets(self.config.data, train, validation),
             outcome={
                 "loss": self._loss,
                 "tau_min": loss.tau_min,
                 "tau_max": loss.tau_max,
-                "num_classes": len(np.unique(classes)),
+                "num_classes": num_classes,
                 "num_images_of_unknown_class": num_unknown,
                 "num_samples_lost": {"train": dict(train.problems), "validation": dict(validation.problems)},
             },
@@ -106,11 +107,7 @@ class ImageEncoderPlan(Plan[ImageEncoderConfig]):
         """Return the accuracy of the linear probe and the temperatures."""
         scores = outcome["validation"]
         name = f"linear probe, {outcome['num_classes']} classes"
-        rows = [("loss", outcome["loss"]), (name, f"{scores['probe_accuracy']:.2%}")]
-        if "tau_mean" in scores:
-            spread = f" ± {scores['tau_std']:.4f}" if "tau_std" in scores else ""
-            rows.append(("mean τ", f"{scores['tau_mean']:.4f}{spread}"))
-        return rows
+        return [("loss", outcome["loss"]), (name, f"{scores['probe_accuracy']:.2%}"), *describe_tau(scores)]
 
 
 def make_plan(config: ImageEncoderConfig) -> ImageEncoderPlan:

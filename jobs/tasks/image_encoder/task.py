@@ -12,26 +12,32 @@ from torch import Tensor
 
 from jobs.engine.export import open_export
 from jobs.engine.hardware import worker_device
-from jobs.engine.task import ParameterGroup, StepResult, Task
-from jobs.tasks.base import DataReference, autocast_dtype, base_and_tempnet_groups, encode_all, to_device, unimodal_loss
+from jobs.tasks.base import (
+    DataReference,
+    UnimodalTask,
+    autocast_dtype,
+    draw_samples,
+    encode_all,
+    order_of,
+    to_device,
+    unimodal_loss,
+)
 from jobs.tasks.image_encoder.config import ImageEncoderConfig
-from jobs.tasks.images import build_image_tower, cache_for, random_pairs
+from jobs.tasks.images import build_image_tower, cache_for
 from pipelines.images.manifest import ImageManifest
 from pipelines.images.pairs import PairSource
 from pipelines.stream import Batch
-from tempnet.contrastive.config import gamma_at
 from tempnet.contrastive.losses import PairStatistics
-from tempnet.contrastive.state import SampleState, World
+from tempnet.contrastive.state import World
 from tempnet.models.dual_encoder_config import DualEncoderConfig
 from tempnet.models.image_encoder import TemperatureImageEncoder
-from tempnet.network import PAIRED_DIRECTORY
 from tempnet.statistics import histogram_of
 
 if TYPE_CHECKING:  # the driver, which builds the model to check it, does not need DeepSpeed
     from deepspeed import DeepSpeedEngine
 
 
-class ImageEncoderTask(Task[ImageEncoderConfig]):
+class ImageEncoderTask(UnimodalTask[ImageEncoderConfig]):
     """The task of training an image encoder; the methods are described in `jobs.engine.task.Task`.
 
     No model is rated, so that the last one is exported: choosing one by the probe would bias its score.
@@ -43,15 +49,8 @@ class ImageEncoderTask(Task[ImageEncoderConfig]):
     def __init__(self, config: ImageEncoderConfig, data: DataReference, rank: int, world_size: int) -> None:
         self.train, self.validation = ImageManifest.load(data.train), ImageManifest.load(data.validation)
         self.source = view_source(config, self.train)
-        super().__init__(
-            config,
-            self.source,
-            plan=self.train.plan(seed=config.run.seed, window_size=config.data.shuffle_window),
-            rank=rank,
-            world_size=world_size,
-            reader_resources=config.data.resources,
-            **config.data.reading,
-        )
+        reading = {**order_of(config, self.train), **config.data.reading}
+        super().__init__(config, self.source, rank=rank, world_size=world_size, **reading)
 
     def build(self, *, is_fresh: bool) -> None:
         """Build the module with its per-image state, initialise the prototypes, and read the classes."""
@@ -60,26 +59,14 @@ class ImageEncoderTask(Task[ImageEncoderConfig]):
         self.classes = read_classes(self.train), read_classes(self.validation)
         network = self.module.loss.tempnet
         if is_fresh and network is not None and network.config.projection:
-            numbers = random_pairs(self.train.num_pairs, network.config.num_prototypes, self.config.run.seed)
+            numbers = draw_samples(self.train.num_pairs, network.config.num_prototypes, self.config.run.seed)
             network.init_prototypes(F.normalize(self.module.head(self._features(self.source, numbers, device)), dim=-1))
 
-    def parameter_groups(self) -> list[ParameterGroup]:
-        """Return two groups: the encoder with its head, the learned scalars and normalisers; and the TempNet."""
-        module, bimodal = self.module, self.module.loss.bimodal
-        base = [module.tower, module.head, bimodal.learned, bimodal.image_normaliser]
-        return base_and_tempnet_groups(base, [module.loss.tempnet], self.config.optimizer)
+    def inputs(self, batch: Batch, device: torch.device) -> dict[str, Tensor]:
+        return {name: to_device(batch[name], device) for name in ("images", "ids")}
 
-    def train_step(
-        self, engine: DeepSpeedEngine, batch: Batch, *, step: int, num_units: int, with_statistics: bool
-    ) -> StepResult:
-        """Train on one global batch."""
-        config = self.config.temperature.loss_config
-        images, ids = (to_device(batch[name], engine.device) for name in ("images", "ids"))
-        output = engine(images, ids, gamma=gamma_at(config, step, self.config.run.num_steps))
-        engine.backward(output["loss"])
-        engine.step()
-        statistics = PairStatistics.of(output, config, ("first", "second")) if with_statistics else None
-        return StepResult(output["loss"].detach() / self.world_size, statistics)
+    def statistics(self, output: Any, batch: Batch) -> PairStatistics:
+        return PairStatistics.of(output, self.config.temperature.loss_config, ("first", "second"))
 
     def validate(
         self, engine: DeepSpeedEngine, *, with_details: bool
@@ -92,22 +79,15 @@ class ImageEncoderTask(Task[ImageEncoderConfig]):
         of_held_out = self._features(view_source(self.config, self.validation), held_out, device)
         accuracy = 0.0
         if self.rank == 0:
-            accuracy = probe_accuracy(
-                features.cpu().numpy(),
-                self.classes[0][train],
-                of_held_out.cpu().numpy(),
-                self.classes[1][held_out],
-                regularisation=settings.regularisation,
-            )
-        world, loss, details = World.current(), self.module.loss, dict[str, Any]()
-        scores = {"probe_accuracy": float(world.sum(torch.tensor(accuracy, dtype=torch.float64, device=device)))}
-        if loss.tempnet is not None:
-            tau = loss.tempnet(F.normalize(self.module.head(of_held_out), dim=-1)).double()
-            scores |= {"tau_mean": float(tau.mean()), "tau_std": float(tau.std())}
+            of_train = features.cpu().numpy(), self.classes[0][train]
+            scored = of_held_out.cpu().numpy(), self.classes[1][held_out]
+            accuracy = probe_accuracy(*of_train, *scored, regularisation=settings.regularisation)
+        total = World.current().sum(torch.tensor(accuracy, dtype=torch.float64, device=device))
+        tempnet, details, tau = self.module.loss.tempnet, dict[str, Any](), None
+        if tempnet is not None:
+            tau = tempnet(F.normalize(self.module.head(of_held_out), dim=-1)).double()
             details["histograms"] = {"image": histogram_of(tau, *self.config.temperature.tau_range).tolist()}
-        elif loss.bimodal.learned is not None:
-            scores["tau_mean"] = float(loss.bimodal.learned())
-        return scores, details if with_details else None
+        return {"probe_accuracy": float(total)} | self.tau_scores(tau), details if with_details else None
 
     @torch.no_grad()
     def _features(self, source: PairSource, numbers: np.ndarray, device: torch.device) -> Tensor:
@@ -124,7 +104,6 @@ class ImageEncoderTask(Task[ImageEncoderConfig]):
         return features
 
     def describe(self, scores: Mapping[str, float]) -> str:
-        """Format scores as a short text for a progress line."""
         tau = f"; mean τ {scores['tau_mean']:.4f}" if "tau_mean" in scores else ""
         return f"linear probe {scores['probe_accuracy']:.2%}{tau}"
 
@@ -134,13 +113,7 @@ class ImageEncoderTask(Task[ImageEncoderConfig]):
             return
         with open_export(self.config.run.export_directory) as directory:
             self.module.save_pretrained(directory)
-            if self.module.loss.tempnet is not None:
-                self.module.loss.tempnet.save_pretrained(directory / PAIRED_DIRECTORY)
-
-    @property
-    def sample_state(self) -> SampleState | None:
-        """What the loss remembers of every image; None if it remembers nothing."""
-        return self.module.loss.bimodal.state
+            self.save_tempnet(directory)
 
 
 _NUM_ITERATIONS = 1000
@@ -166,7 +139,7 @@ def read_classes(manifest: ImageManifest) -> np.ndarray:
 
 def probed_images(num_images: int, limit: int) -> np.ndarray:
     """Return the sorted numbers of the images that the probe reads: `limit` random ones, or all if it is 0."""
-    return random_pairs(num_images, min(limit or num_images, num_images), _PROBE_SEED)
+    return draw_samples(num_images, min(limit or num_images, num_images), _PROBE_SEED)
 
 
 def probe_accuracy(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,11 @@ from jobs.engine.deepspeed_engine import deepspeed_config, load_partitioned, who
 from jobs.engine.export import open_export
 from jobs.engine.hardware import GIB, free_memory, worker_device
 from jobs.engine.task import ParameterGroup, RhoSteering, StepResult, Task
-from jobs.tasks.base import DataReference, base_and_tempnet_groups, feature_cache, num_stored_readers
+from jobs.tasks.base import DataReference, base_and_tempnet_groups, feature_cache, num_stored_readers, order_of
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.data import write_training_text
 from jobs.tasks.language_model.models import build_models, find_divisible_base, flops_per_token
-from jobs.tasks.language_model.validation import ValidationPart, to_tensors, validate
+from jobs.tasks.language_model.validation import read_part, to_tensors, validate
 from jobs.tasks.text import cache_for, find
 from pipelines.features import Features, FeatureSource
 from pipelines.local_copy import local_copy
@@ -54,7 +54,7 @@ class LanguageModelTask(Task[LanguageModelConfig]):
     num_oracle_tokens = 256
     """Number of tokens on which intermediate validations compute the optimal temperature (the oracle)."""
     module: Any
-    """A `TemperatureCausalLM`; of several runs that train together a `SideBySideCausalLM`, whose parts the members have."""
+    """A `TemperatureCausalLM`, or the `SideBySideCausalLM` of several runs, whose parts the members have."""
     steering: RhoSteering
 
     def __init__(self, config: LanguageModelConfig, data: DataReference, rank: int, world_size: int) -> None:
@@ -62,7 +62,7 @@ class LanguageModelTask(Task[LanguageModelConfig]):
             config = with_fitting_micro_batch(config, data.memory, is_first=rank == 0)
         train, self.validation_data, self.base = find(data.train), find(data.validation), data.base
         end_is_target = config.data.predicts_end
-        reading: dict[str, Any] = {}
+        reading = order_of(config, train)
         source: BlockSource | FeatureSource
         self.features: Features | None = None
         """The stored hidden states of the training text; None if the base computes them."""
@@ -74,32 +74,18 @@ class LanguageModelTask(Task[LanguageModelConfig]):
             size = feature_cache(config, train, [self.features.blocks])
             source = FeatureSource(features=self.features, cache_bytes=size, end_is_target=end_is_target)
             reading["num_readers"] = num_stored_readers(self.features.directory)
-        super().__init__(
-            config,
-            source,
-            plan=train.plan(seed=config.run.seed, window_size=config.data.shuffle_window),
-            rank=rank,
-            world_size=world_size,
-            reader_resources=config.data.resources,
-            **reading,
-        )
+        super().__init__(config, source, rank=rank, world_size=world_size, **reading)
 
     def build(self, *, is_fresh: bool) -> None:
         """Build the module, and read this rank's part of the validation blocks."""
-        self.validation = ValidationPart.read(
-            self.validation_data,
-            self.config.validation.num_blocks,
-            rank=self.rank,
-            world_size=self.world_size,
-            end_is_target=self.config.data.predicts_end,
-        )
+        place = {"rank": self.rank, "world_size": self.world_size}
+        number, end_is_target = self.config.validation.num_blocks, self.config.data.predicts_end
+        self.validation = read_part(self.validation_data, number, **place, end_is_target=end_is_target)
         tokenizer = load_tokenizer(self.config.tokenizer)
-        base: Any = None
         divisible = None if self.features else find_divisible_base(self.config)
+        base: Any = divisible[0] if divisible else None
         if self.features is not None:
             base = StoredBase.load(Path(local_copy(f"{self.features.directory}/{HEAD_FILE}")))
-        elif divisible is not None:
-            base, _ = divisible
         modules = build_models([member.config for member in self.make_members()], tokenizer, base)
         self.is_compiled = self.config.workers.compiles and self.features is None
         if divisible is not None:
@@ -135,11 +121,6 @@ class LanguageModelTask(Task[LanguageModelConfig]):
         """Return the number of tokens to predict (valid targets) in this rank's part of a batch."""
         return int((batch["targets"] != IGNORE_INDEX).sum())
 
-    def micro_batches(self, batch: Batch, device: torch.device) -> Iterator[dict[str, Any]]:
-        size = self.config.micro_batch_size
-        for at in range(0, len(batch["targets"]), size):
-            yield to_tensors({name: value[at : at + size] for name, value in batch.items()}, device)
-
     def train_step(
         self, engine: DeepSpeedEngine, batch: Batch, *, step: int, num_units: int, with_statistics: bool
     ) -> StepResult:
@@ -151,7 +132,9 @@ class LanguageModelTask(Task[LanguageModelConfig]):
         options: dict[str, Any] = {"num_targets": max(num_units, 1) / num_parts, "with_statistics": with_statistics}
         losses: list[Tensor] = []
         sums: list[Tensor] = []
-        for tensors in self.micro_batches(batch, engine.device):
+        size = self.config.micro_batch_size
+        for at in range(0, len(batch["targets"]), size):
+            tensors = to_tensors({name: value[at : at + size] for name, value in batch.items()}, engine.device)
             outputs = self._forward(engine, **tensors, **options)
             own = [output["loss"] for output in outputs]
             engine.backward(sum(own[1:], own[0]))
@@ -162,19 +145,18 @@ class LanguageModelTask(Task[LanguageModelConfig]):
                     is_valid = tensors["targets"] != IGNORE_INDEX
                     kept.append(torch.stack([output["tau"][is_valid], output["slopes"][is_valid]]))
             if with_statistics:
-                sums.append(
-                    torch.stack([output["statistics"] for output in outputs if output["statistics"] is not None])
-                )
+                known = [output["statistics"] for output in outputs if output["statistics"] is not None]
+                sums.append(torch.stack(known))
         for member, kept in zip(self.members, seen, strict=True):
             member.module.fold_cache.clear(keep_gram=self.config.model.is_frozen)
             if kept:
                 member.steering.observe(*torch.cat(kept, dim=1))
-        statistics: list[Any] = []
+        statistics: Any = None
         if sums:
-            for member, total in zip(self.members, torch.stack(sums).sum(0), strict=True):
-                loss = member.module.loss_config
-                statistics.append(TemperatureStatistics(total, loss.tau_min, loss.tau_max))
-        return StepResult(torch.stack(losses).sum(0).squeeze(), statistics or None)
+            ranges = [(member.module.loss_config.tau_min, member.module.loss_config.tau_max) for member in self.members]
+            totals = zip(torch.stack(sums).sum(0), ranges, strict=True)
+            statistics = [TemperatureStatistics(total, *ends) for total, ends in totals]
+        return StepResult(torch.stack(losses).sum(0).squeeze(), statistics)
 
     def _forward(self, engine: Any, *, num_profile_nodes: Sequence[int] = (), **batch: Any) -> list[CausalLMOutput]:
         """Return the outputs of all members for a micro-batch; the arguments are those of `SideBySideCausalLM`."""
@@ -232,17 +214,14 @@ class LanguageModelTask(Task[LanguageModelConfig]):
 def export_model(
     module: TemperatureCausalLM, config: LanguageModelConfig, *, is_first: bool, base: BaseReference | None
 ) -> None:
-    """Write base model, tokenizer and TempNet into the directory `export` of the run.
+    """Write base model, or the reference `base` to it, tokenizer and TempNet into the directory `export` of the run.
 
-    All ranks must call this; only the first rank (`is_first`) writes. `base` is the reference to write instead of the
-    weights of the base; None: the weights are written.
+    All ranks must call this; only the first rank (`is_first`) writes.
     """
     assert base is None or module.tempnet is not None
     part: Any = module if base is None else module.tempnet
-    weights: dict[str, Tensor] = {}
-    for name, value in whole_parameters(part, config.workers.zero_stage):
-        if is_first:
-            weights[name] = value
+    # Every rank takes part in gathering them; only the first keeps them.
+    weights = {name: value for name, value in whole_parameters(part, config.workers.zero_stage) if is_first}
     if not is_first:
         return
     with open_export(config.run.export_directory) as directory:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,42 +34,31 @@ _NUM_PASSAGE_TOKENS = 512
 _FIELDS = ("input_ids", "position_ids", "targets")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValidationPart:
-    """One rank's part of the validation blocks, padded so that all ranks run the same number of micro-batches."""
+def read_part(
+    data: Manifest | Features, num_blocks: int, *, rank: int, world_size: int, end_is_target: bool = True
+) -> Batch:
+    """Read a rank's part of the first `num_blocks` blocks (0: all) of a text or of its stored features.
 
-    arrays: Batch
-    """The blocks of this rank; padding has no valid targets. `documents` (n, T) tells documents of all ranks apart."""
-    num_blocks: int
-    """Number of blocks of all ranks together."""
+    It is padded by blocks without valid targets, so that all ranks run the same number of micro-batches. `documents` (n, T)
+    tells documents of all ranks apart.
+    """
+    manifest = data.text if isinstance(data, Features) else data
 
-    @classmethod
-    def read(
-        cls, data: Manifest | Features, num_blocks: int, *, rank: int, world_size: int, end_is_target: bool = True
-    ) -> ValidationPart:
-        """Read the rank's part of the first `num_blocks` blocks (0: all) of a text or of its stored features."""
-        manifest = data.text if isinstance(data, Features) else data
+    def read_blocks(start: int, stop: int) -> Batch:
+        arrays = read_range(manifest, start, stop)
+        arrays["documents"] += arrays.pop("parts")[:, None] << 32
+        if isinstance(data, Features):
+            arrays = read_feature_range(data, start, stop) | {"documents": arrays["documents"]}
+        return arrays if end_is_target else without_end(arrays, manifest)
 
-        def read_blocks(start: int, stop: int) -> Batch:
-            arrays = read_range(manifest, start, stop)
-            arrays["documents"] += arrays.pop("parts")[:, None] << 32
-            if isinstance(data, Features):
-                arrays = read_feature_range(data, start, stop) | {"documents": arrays["documents"]}
-            return arrays if end_is_target else without_end(arrays, manifest)
-
-        total = min(num_blocks or manifest.num_rows, manifest.num_rows)
-        size = -(-total // world_size)
-        start, stop = min(rank * size, total), min((rank + 1) * size, total)
-        arrays = read_blocks(start, stop) if start < stop else _ignored(read_blocks(0, 1))
-        missing = size - len(arrays["targets"])
-        if missing:
-            filler = {name: np.repeat(value[:1], missing, axis=0) for name, value in arrays.items()}
-            arrays = {name: np.concatenate([arrays[name], _ignored(filler)[name]]) for name in arrays}
-        return cls(arrays=arrays, num_blocks=total)
-
-
-def _ignored(arrays: Batch) -> Batch:
-    return arrays | {"targets": np.full_like(arrays["targets"], IGNORE_INDEX)}
+    total = min(num_blocks or manifest.num_rows, manifest.num_rows)
+    size = -(-total // world_size)
+    start = min(rank * size, total)
+    number = min(size, total - start)
+    arrays = read_blocks(start, start + number) if number else read_blocks(0, 1)
+    arrays = {name: np.concatenate([one[:number], *[one[:1]] * (size - number)]) for name, one in arrays.items()}
+    arrays["targets"][number:] = IGNORE_INDEX
+    return arrays
 
 
 def to_tensors(arrays: Batch, device: torch.device) -> dict[str, Any]:
@@ -118,7 +106,7 @@ class LearnedSums:
 
 def validate(
     forward: Callable[..., Sequence[CausalLMOutput]],
-    part: ValidationPart,
+    arrays: Batch,
     losses: Sequence[TemperatureLossConfig],
     *,
     vocab_size: int,
@@ -127,27 +115,18 @@ def validate(
     with_details: bool,
     device: torch.device,
 ) -> list[Tally]:
-    """Run every model over this rank's part of the validation blocks.
+    """Run every model over this rank's part of the validation blocks (:func:`read_part`).
 
-    All ranks must call this, in eval mode and without gradients, and then :meth:`Tally.scores` of the same models.
-
-    Args:
-        forward: returns the outputs of all models for a micro-batch; the arguments are those of `TemperatureCausalLM`,
-            with one number of nodes for each model.
-        part: this rank's part of the blocks.
-        losses: the training loss of every model.
-        vocab_size: V, the effective vocabulary.
-        micro_batch_size: number of blocks scored at a time.
-        num_oracle_tokens: number of tokens of all ranks for which the optimal temperature is computed.
-        with_details: whether to return the details.
-        device: device of the models.
+    All ranks must call this, in eval mode and without gradients, and then :meth:`Tally.scores` of the same models. `forward`
+    returns the outputs of all models for a micro-batch; its arguments are those of `TemperatureCausalLM`, with one number of
+    nodes for each model. The optimal temperature is computed for `num_oracle_tokens` of the tokens of all ranks.
     """
-    oracle_rows = _spread_evenly(part.arrays["targets"] != IGNORE_INDEX, num_oracle_tokens, device)
-    tallies = [Tally(loss, vocab_size, part.arrays, device, with_details=with_details) for loss in losses]
+    oracle_rows = _spread_evenly(arrays["targets"] != IGNORE_INDEX, num_oracle_tokens, device)
+    tallies = [Tally(loss, vocab_size, arrays, device, with_details=with_details) for loss in losses]
     num_nodes = [tally.num_nodes if with_details else 0 for tally in tallies]
-    for at in range(0, len(part.arrays["targets"]), micro_batch_size):
+    for at in range(0, len(arrays["targets"]), micro_batch_size):
         rows = slice(at, at + micro_batch_size)
-        batch = to_tensors({name: value[rows] for name, value in part.arrays.items()}, device)
+        batch = to_tensors({name: value[rows] for name, value in arrays.items()}, device)
         options = {"with_statistics": True, "oracle_rows": oracle_rows[rows], "num_profile_nodes": num_nodes}
         for tally, output in zip(tallies, forward(**batch, num_targets=1.0, **options), strict=True):
             tally.add(at, batch["targets"], output)
@@ -158,13 +137,7 @@ class Tally:
     """What the validation has found of a model so far; the arguments are those of :func:`validate`."""
 
     def __init__(
-        self,
-        loss: TemperatureLossConfig,
-        vocab_size: int,
-        arrays: Batch,
-        device: torch.device,
-        *,
-        with_details: bool,
+        self, loss: TemperatureLossConfig, vocab_size: int, arrays: Batch, device: torch.device, *, with_details: bool
     ) -> None:
         self.loss, self.vocab_size, self.is_robust = loss, vocab_size, loss.kind.objective == "robust"
         self.num_nodes = num_nodes_down_to(loss.tau_min) if self.is_robust else NUM_NODES
@@ -186,8 +159,8 @@ class Tally:
     def scores(self) -> tuple[dict[str, float], dict[str, Any] | None]:
         """Return the scores over the tokens of all ranks and, on rank 0 if they were requested, details for the report.
 
-        These are the histogram of τ (counts of all ranks' tokens), a passage (:func:`_passage`), the comparison with rivals
-        (:func:`rivals`), and the objective that judges a TempNet, a prefix of the rivals' keys. All ranks must call this.
+        These are the histogram of τ, a passage, the comparison with :func:`rivals`, and the objective that judges a TempNet,
+        a prefix of the rivals' keys. All ranks must call this.
         """
         dist.all_reduce(self.statistics.sums)
         tau, entropy = _gather(torch.cat(self.pairs, dim=1))
@@ -223,9 +196,8 @@ def _spread_evenly(is_valid: np.ndarray, number: int, device: torch.device) -> T
 
 
 def _gather(own: Tensor) -> tuple[Tensor, Tensor]:
-    """Return τ and entropy of the tokens of all ranks, (N,) each, which takes 12 bytes per token on every rank.
-
-    `own` (3, blocks, T) holds τ, the entropy and whether the target is valid; all ranks' parts have the same size.
+    """Return τ and entropy of the valid tokens of all ranks, (N,) each, from the parts (3, blocks, T) of equal size with τ,
+    the entropy and whether the target is valid.
     """
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, own)
@@ -240,9 +212,9 @@ def rivals(sums: LearnedSums, tau: Tensor, config: TemperatureLossConfig, vocab_
     the robust loss lies within the bounds of its τ.
 
     Returns:
-        The figures of :func:`tempnet.baselines.compare_sums` with the prefix `cross_entropy/`, where the cross-entropy is
-        that of logits/τ in nats per token, and, if the training loss is robust, `robust/`, too; `cross_entropy/tau_one_loss`,
-        `num_tokens` and `num_documents`.
+        The figures of :func:`tempnet.baselines.compare_sums` for the cross-entropy of logits/τ in nats per token
+        (`cross_entropy/…`) and the training loss, if it is robust (`robust/…`); `cross_entropy/tau_one_loss`, `num_tokens`
+        and `num_documents`.
     """
     known, counts = sums.of_constants, sums.of_constants.counts
     cross_entropy, weighted, total_tau = sums.learned

@@ -41,13 +41,9 @@ def twins_of(
     *,
     aliases: Mapping[str, str] | None = None,
 ) -> dict[str, Callable[[], Config]]:
-    """Return the twins of the presets, whose names end in `-small`.
+    """Return the twins of the presets, whose names end in `-small`; `small` converts a configuration into that of its twin.
 
-    Args:
-        presets: preset name → function that returns its configuration.
-        small: converts a configuration into that of its twin.
-        data: the data that the twins use, for their help text.
-        aliases: preset name → name of the preset whose twin trains the same; the twin's help text says so.
+    The help text says which `data` the twins use, and, by `aliases`, of which other preset the twin trains the same.
     """
 
     def twin_of(name: str, preset: Callable[[], Config]) -> Callable[[], Config]:

@@ -9,11 +9,18 @@ from typing import Any, ClassVar
 
 from jobs.engine.launch import tracking_uri
 from jobs.engine.task import Plan, PreparedTask, data_sets
-from jobs.tasks.base import DataReference, count_parameters, create_task, naming_field, resolve_paths
+from jobs.tasks.base import (
+    DataReference,
+    count_parameters,
+    create_task,
+    describe_tau,
+    loss_networks,
+    naming_field,
+    resolve_paths,
+)
 from jobs.tasks.sentence_encoder.config import SentenceConfig
 from jobs.tasks.sentence_encoder.task import (
     build_encoder,
-    build_networks,
     describe_documents,
     num_too_short,
     prepare_documents,
@@ -45,7 +52,6 @@ class SentencePlan(Plan[SentenceConfig]):
 
     @property
     def data_cpus(self) -> float:
-        """Number of logical CPUs that reading and preparing data takes in addition to the workers."""
         return READ_CPUS * self.config.workers.max_workers + self.config.data.preparing_cpus
 
     @property
@@ -82,9 +88,8 @@ class SentencePlan(Plan[SentenceConfig]):
         train, validation = prepare_documents(config)
         loss = config.temperature.loss_config
         data = DataReference(train=refer_to(train), validation=validation.directory)
-        counts = {}  # none while parts of the text are missing
-        if isinstance(train, Manifest):
-            counts = {"num_documents": train.num_rows, "num_documents_too_short": num_too_short(train)}
+        is_whole = isinstance(train, Manifest)  # none while parts of the text are missing
+        counts = {"num_documents": train.num_rows, "num_documents_too_short": num_too_short(train)} if is_whole else {}
         return PreparedTask(
             create_task=partial(create_task, "jobs.tasks.sentence_encoder.task:SentenceTask", config, data),
             num_samples=None,
@@ -102,10 +107,7 @@ class SentencePlan(Plan[SentenceConfig]):
             rows.append(("an anchor finds its positive", f"{scores['span_recall@1']:.2%}"))
         if "mlm_loss" in scores:
             rows.append(("MLM loss, accuracy", f"{scores['mlm_loss']:.4f}, {scores['mlm_accuracy']:.2%}"))
-        if "tau_mean" in scores:
-            spread = f" ± {scores['tau_std']:.4f}" if "tau_std" in scores else ""
-            rows.append(("mean τ", f"{scores['tau_mean']:.4f}{spread}"))
-        return rows
+        return [*rows, *describe_tau(scores)]
 
 
 def make_plan(config: SentenceConfig) -> SentencePlan:
@@ -119,10 +121,12 @@ def make_plan(config: SentenceConfig) -> SentencePlan:
     with naming_field("data."):
         tokenizer = load_tokenizer(config.tokenizer, needs_eos=False)
     encoder = build_encoder(config, tokenizer)
+    width = int(encoder.config.hidden_size)
+    networks = loss_networks(config.temperature, width) if config.is_contrastive else {}
     return SentencePlan(
         config=config,
         num_parameters=count_parameters(encoder),
-        num_tempnet_parameters=count_parameters(*build_networks(config, int(encoder.config.hidden_size)).values()),
+        num_tempnet_parameters=count_parameters(*networks.values()),
         tracking_uri=uri,
     )
 
@@ -131,11 +135,8 @@ def _check_streaming(config: SentenceConfig) -> None:
     """Check that the contrastive loss does not need to know all documents before training."""
     temperature = config.temperature
     if temperature.loss_config.state_columns:
-        legal = [
-            name
-            for name, kind in LOSS_KINDS.items()
-            if not kind.is_cyclic and not ContrastiveLossConfig.for_name(name).state_columns
-        ]
+        others = [name for name, kind in LOSS_KINDS.items() if not kind.is_cyclic]
+        legal = [name for name in others if not ContrastiveLossConfig.for_name(name).state_columns]
         raise ValueError(
             f"temperature.loss = {temperature.loss!r} keeps state of every document, but with data.prepare = 'streaming' "
             f"their number is not known before training: choose one of {', '.join(legal)}, or data.prepare ahead"

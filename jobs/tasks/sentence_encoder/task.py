@@ -15,16 +15,17 @@ from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokeni
 
 from jobs.engine.export import open_export
 from jobs.engine.hardware import worker_device
-from jobs.engine.task import ParameterGroup, StepResult, Task
 from jobs.tasks import base
 from jobs.tasks.base import (
     DataReference,
+    UnimodalTask,
     autocast_dtype,
-    base_and_tempnet_groups,
+    draw_samples,
+    encode_all,
     naming_field,
+    order_of,
     to_device,
     unimodal_loss,
-    unimodal_networks,
 )
 from jobs.tasks.config import check_sizes
 from jobs.tasks.sentence_encoder.config import SentenceConfig
@@ -36,19 +37,18 @@ from pipelines.text.manifest import Manifest
 from pipelines.text.packing import DocumentConfig
 from pipelines.text.tokenization import SpecialTokens, load_tokenizer
 from tempnet.baselines import compare_with_constants
-from tempnet.contrastive.config import ContrastiveLossConfig, gamma_at
+from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.contrastive.losses import PairStatistics, held_out_losses
 from tempnet.contrastive.retrieval import recall
-from tempnet.contrastive.state import SampleState, World
+from tempnet.contrastive.state import World
 from tempnet.models.sentence_encoder import IGNORE_INDEX, SpanOutput, TemperatureSentenceEncoder, num_positions
-from tempnet.network import PAIRED_DIRECTORY
 from tempnet.statistics import histogram_of
 
 if TYPE_CHECKING:  # the driver, which builds the model to check it, does not need DeepSpeed
     from deepspeed import DeepSpeedEngine
 
 
-class SentenceTask(Task[SentenceConfig]):
+class SentenceTask(UnimodalTask[SentenceConfig]):
     """The task of training a sentence encoder; the methods are described in `jobs.engine.task.Task`.
 
     No model is rated, so that the last one is exported: no score tells how well the embeddings transfer.
@@ -60,59 +60,39 @@ class SentenceTask(Task[SentenceConfig]):
     def __init__(self, config: SentenceConfig, data: DataReference, rank: int, world_size: int) -> None:
         self.train, self.validation = find(data.train), Manifest.load(data.validation)
         self.source = span_source(config, self.train, seed=config.run.seed)
-        super().__init__(
-            config,
-            self.source,
-            plan=self.train.plan(seed=config.run.seed, window_size=config.data.shuffle_window),
-            rank=rank,
-            world_size=world_size,
-            num_batches_per_task=64,
-            num_batches_per_output=8,
-            reader_resources=config.data.resources,
-        )
+        reading = {**order_of(config, self.train), "num_batches_per_task": 64, "num_batches_per_output": 8}
+        super().__init__(config, self.source, rank=rank, world_size=world_size, **reading)
 
     def build(self, *, is_fresh: bool) -> None:
-        """Build the module with its per-document state, initialise the prototypes, and read the validation documents."""
+        """Build the module with its per-document state, initialise the prototypes, and find the validation documents."""
         device = worker_device(self.config.workers)
         tokenizer = load_tokenizer(self.config.tokenizer, needs_eos=False)
         self.module = build_model(self.config, tokenizer, num_documents=self.train.num_rows, device=device)
         loss = self.module.loss
         if is_fresh and loss is not None and loss.tempnet is not None and loss.tempnet.config.projection:
             self._init_prototypes(loss.tempnet.config.num_prototypes, device)
-        self.held_out = SpanSet.read(self.validation, self.config, rank=self.rank, world_size=self.world_size)
+        self.held_out = span_source(self.config, self.validation, seed=_VALIDATION_SEED)
 
     @torch.no_grad()
     def _init_prototypes(self, count: int, device: torch.device) -> None:
         """Initialise the TempNet's prototypes from anchors of random training documents, the same on every rank."""
-        rng = np.random.default_rng([self.config.run.seed, self.train.num_rows])
-        ids = np.sort(rng.choice(self.train.num_rows, size=count, replace=False))
+
+        def encode(ids: np.ndarray) -> Tensor:
+            tensors = span_tensors(read_documents(self.source, ids), device)
+            return self.module.encoder(tensors["anchor_ids"][:, 0], tensors["anchor_mask"][:, 0])
+
+        ids = draw_samples(self.train.num_rows, count, self.config.run.seed)
         self.module.eval()
-        anchors = []
-        for part in np.array_split(ids, -(-count // self.config.validation.batch_size)):
-            tensors = span_tensors(read_documents(self.source, part), device)
-            anchors.append(self.module.encoder(tensors["anchor_ids"][:, 0], tensors["anchor_mask"][:, 0]))
-        self.module.init_prototypes(F.normalize(torch.cat(anchors), dim=-1))
+        anchors = encode_all(encode, ids, self.module.world, self.config.validation.batch_size)
+        self.module.init_prototypes(F.normalize(anchors, dim=-1))
         self.module.train()
 
-    def parameter_groups(self) -> list[ParameterGroup]:
-        """Return two groups: the encoder with its head and the learned scalar temperature, if any; and the TempNet."""
-        loss = self.module.loss
-        base = [self.module.model, loss and loss.bimodal.learned, loss and loss.bimodal.image_normaliser]
-        return base_and_tempnet_groups(base, [loss and loss.tempnet], self.config.optimizer)
+    def inputs(self, batch: Batch, device: torch.device) -> dict[str, Tensor]:
+        return span_tensors(batch, device)
 
-    def train_step(
-        self, engine: DeepSpeedEngine, batch: Batch, *, step: int, num_units: int, with_statistics: bool
-    ) -> StepResult:
-        loss_config = self.config.temperature.loss_config
-        gamma = gamma_at(loss_config, step, self.config.run.num_steps)
-        output = engine(**span_tensors(batch, engine.device), gamma=gamma)
-        engine.backward(output["loss"])
-        engine.step()
-        statistics = None
-        if with_statistics:
-            crowded = int(batch["is_crowded"].sum())
-            statistics = SpanStatistics.of(output, loss_config, num_documents=len(batch["ids"]), num_crowded=crowded)
-        return StepResult(output["loss"].detach() / self.world_size, statistics)
+    def statistics(self, output: Any, batch: Batch) -> SpanStatistics:
+        config, crowded = self.config.temperature.loss_config, int(batch["is_crowded"].sum())
+        return SpanStatistics.of(output, config, num_documents=len(batch["ids"]), num_crowded=crowded)
 
     def validate(
         self, engine: DeepSpeedEngine, *, with_details: bool
@@ -121,25 +101,35 @@ class SentenceTask(Task[SentenceConfig]):
 
         The details are histograms of τ, and the comparison of the TempNet with constant temperatures.
         """
-        scores, tau, sentences = validate(self.module, self.held_out, engine.device)
-        loss = self.module.loss
-        if loss is not None and loss.bimodal.learned is not None:
-            scores["tau_mean"] = float(loss.bimodal.learned())
-        if not with_details:
-            return scores, None
-        settings = self.config.temperature.loss_config
+        module, settings = self.module, self.config.validation
+        total = min(settings.num_documents or self.validation.num_rows, self.validation.num_rows)
+
+        def encode(ids: np.ndarray) -> Tensor:
+            return encode_spans(module, span_tensors(read_documents(self.held_out, ids), engine.device))
+
+        found = encode_all(encode, np.arange(total), module.world, settings.batch_size)
+        scores: dict[str, float] = {}
+        if module.mlm_weight:
+            count, losses, right = found[:, :3].double().sum(0).tolist()
+            scores |= {"mlm_loss": losses / max(count, 1.0), "mlm_accuracy": right / max(count, 1.0)}
         histograms: dict[str, list[float]] = {}
         details: dict[str, Any] = {"histograms": histograms}
-        if tau is not None:
-            assert loss is not None
-            assert sentences is not None
-            for name, part in zip(("anchor", "positive"), tau, strict=True):
-                histograms[name] = histogram_of(part, settings.tau_min, settings.tau_max).tolist()
-            if self.rank == 0:
-                num_anchors = self.config.data.num_anchors
-                details["rivals"] = rivals(sentences, tau, loss.bimodal.config, num_anchors=num_anchors)
-                details["judged_by"] = settings.kind.objective
-        return scores, details
+        if module.loss is not None:
+            anchors, positives = sentences = found[:, 3:].reshape(-1, 2, module.encoder.embedding_size).unbind(1)
+            found_at = recall(anchors, positives, torch.arange(len(anchors), device=engine.device))
+            scores["span_recall@1"] = (found_at["text_recall@1"] + found_at["image_recall@1"]) / 2
+            scores["positive_cosine"] = float((anchors * positives).sum(-1).mean())
+            tempnet, config = module.loss.tempnet, module.loss.bimodal.config
+            tau = None if tempnet is None else torch.stack([tempnet(part) for part in sentences]).cpu()
+            scores |= self.tau_scores(tau)
+            if tau is not None and with_details:
+                for name, part in zip(("anchor", "positive"), tau, strict=True):
+                    histograms[name] = histogram_of(part, config.tau_min, config.tau_max).tolist()
+                if self.rank == 0:
+                    both, num_anchors = torch.stack(sentences).cpu(), self.config.data.num_anchors
+                    details["rivals"] = rivals(both, tau, config, num_anchors=num_anchors)
+                    details["judged_by"] = config.kind.objective
+        return scores, details if with_details else None
 
     def describe(self, scores: Mapping[str, float]) -> str:
         parts = []
@@ -158,17 +148,10 @@ class SentenceTask(Task[SentenceConfig]):
         tokenizer = load_tokenizer(self.config.tokenizer, needs_eos=False)
         with open_export(self.config.run.export_directory) as directory:
             self.module.encoder.save_pretrained(directory, tokenizer, num_tokens=self.source.width)
-            if self.module.loss is not None and self.module.loss.tempnet is not None:
-                self.module.loss.tempnet.save_pretrained(directory / PAIRED_DIRECTORY)
-
-    @property
-    def sample_state(self) -> SampleState | None:
-        """What the loss remembers of every document; None if it remembers nothing."""
-        return None if self.module.loss is None else self.module.loss.bimodal.state
+            self.save_tempnet(directory)
 
 
 _SCALARS = ("num_ranks", "num_documents", "num_crowded", "mlm_loss")
-_MEMBERS = ("anchor", "positive")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,14 +173,13 @@ class SpanStatistics:
 
         Documents are crowded if they are too short for their anchors to start at least 2·l_max apart.
         """
-        mlm_loss = output["mlm_loss"]
-        own = torch.tensor([1.0, num_documents, num_crowded, 0.0], dtype=torch.float64, device=output["loss"].device)
+        mlm_loss, contrastive = output["mlm_loss"], output["contrastive"]
+        sums = torch.tensor([1.0, num_documents, num_crowded, 0.0], dtype=torch.float64, device=output["loss"].device)
         if mlm_loss is not None:
-            own[-1] = mlm_loss  # has the same value on every rank
-        pairs = []
-        if (contrastive := output["contrastive"]) is not None:
-            pairs.append(PairStatistics.of(contrastive, config).sums)
-        return cls(torch.cat([own, *pairs]), config, mlm_loss is not None)
+            sums[-1] = mlm_loss  # has the same value on every rank
+        if contrastive is not None:
+            sums = torch.cat([sums, PairStatistics.of(contrastive, config).sums])
+        return cls(sums, config, mlm_loss is not None)
 
     def summary(self) -> dict[str, float]:
         """Return means and shares; metrics of a loss that is not used are left out."""
@@ -205,9 +187,8 @@ class SpanStatistics:
         summary = {"share_crowded": raw["num_crowded"] / raw["num_documents"]}
         if self.has_mlm:
             summary["mlm_loss"] = raw["mlm_loss"] / raw["num_ranks"]
-        if len(self.sums) > len(_SCALARS):
-            pairs = self.sums[len(_SCALARS) :]
-            summary |= PairStatistics(pairs, self.config, _MEMBERS).summary()
+        if len(pairs := self.sums[len(_SCALARS) :]):
+            summary |= PairStatistics(pairs, self.config, ("anchor", "positive")).summary()
         return summary
 
 
@@ -217,93 +198,37 @@ _VALIDATION_SEED = 0
 _MAX_PAIRS_COMPARED = 2048
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpanSet:
-    """This rank's part of the held-out documents, with the spans and masks that all validations use."""
+def encode_spans(module: TemperatureSentenceEncoder, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return what is scored of n held-out documents with A anchors each: (n, 3 + A·2·d).
 
-    batches: list[Batch]
-    """Batches of documents, as arrays."""
-    num_documents: int
-    """Number of documents of all ranks together."""
-    num_padding: int
-    """Number of documents of this rank that only pad its part; their results are dropped."""
-
-    @classmethod
-    def read(cls, manifest: Manifest, config: SentenceConfig, *, rank: int, world_size: int) -> SpanSet:
-        """Read this rank's part of the first `validation.num_documents` documents (0: all)."""
-        settings = config.validation
-        total = min(settings.num_documents or manifest.num_rows, manifest.num_rows)
-        size = -(-total // world_size)
-        numbers = np.arange(rank * size, (rank + 1) * size)
-        num_padding = int((numbers >= total).sum())
-        source = span_source(config, manifest, seed=_VALIDATION_SEED)
-        parts = np.array_split(np.minimum(numbers, total - 1), max(1, -(-size // settings.batch_size)))
-        batches = [read_documents(source, part) for part in parts]
-        return cls(batches=batches, num_documents=total, num_padding=num_padding)
-
-
-@torch.no_grad()
-def validate(
-    module: TemperatureSentenceEncoder, held_out: SpanSet, device: torch.device
-) -> tuple[dict[str, float], Tensor | None, Tensor | None]:
-    """Score the held-out documents. All ranks must call this.
-
-    Returns:
-        The scores; τ (2, n·A) of anchors and positives, or None without a TempNet; the unit vectors (2, n·A, d) of
-        anchors and positives, or None without a contrastive loss.
+    These are number, losses and correct predictions of a document's masked tokens, 0 without MLM, and, with a contrastive
+    loss, the unit vectors of its anchors and their positives.
     """
-    module.eval()
-    world = module.world
-    sentences: list[Tensor] = []
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # masked tokens, their losses, correct predictions
-    num_left = sum(len(batch["ids"]) for batch in held_out.batches) - held_out.num_padding
-    for batch in held_out.batches:
-        tensors = span_tensors(batch, device)
-        num_anchors = tensors["anchor_ids"].shape[1]
-        ids, mask = tensors["anchor_ids"].flatten(0, 1), tensors["anchor_mask"].flatten(0, 1)
-        if module.mlm_weight:
-            masked = tensors["masked"][tensors["masked"] < max(num_left, 0) * num_anchors * ids.shape[1]]
-            anchors, logits = module.masked_tokens(ids, mask, masked)
-            wanted = tensors["mlm_labels"].flatten()[masked]
-            losses = F.cross_entropy(logits.float(), wanted, reduction="sum")
-            sums += torch.stack([wanted.new_tensor(len(wanted)), losses, (logits.argmax(-1) == wanted).sum()])
-        else:
-            anchors = module.encoder(ids, mask)
-        if module.loss is not None:
-            embeddings = module.encoder(tensors["positive_ids"].flatten(0, 2), tensors["positive_mask"].flatten(0, 2))
-            positives = embeddings.unflatten(0, (len(anchors), -1)).mean(1)
-            sentences.append(F.normalize(torch.stack([anchors, positives], dim=1), dim=-1))
-        num_left -= len(batch["ids"])
-    module.train()
-    scores: dict[str, float] = {}
+    ids, mask = tensors["anchor_ids"].flatten(0, 1), tensors["anchor_mask"].flatten(0, 1)
+    number, masked = len(tensors["ids"]), tensors["masked"]
+    sums = torch.zeros(number, 3, device=ids.device)
     if module.mlm_weight:
-        count, total, right = world.sum(sums).tolist()
-        scores |= {"mlm_loss": total / max(count, 1.0), "mlm_accuracy": right / max(count, 1.0)}
+        anchors, logits = module.masked_tokens(ids, mask, masked)
+        wanted = tensors["mlm_labels"].flatten()[masked]
+        losses = F.cross_entropy(logits.float(), wanted, reduction="none")
+        figures = torch.stack([torch.ones_like(losses), losses, (logits.argmax(-1) == wanted).float()], dim=1)
+        sums.index_add_(0, masked // (ids.numel() // number), figures)
+    else:
+        anchors = module.encoder(ids, mask)
     if module.loss is None:
-        return scores, None, None
-    gathered = world.gather(torch.cat(sentences))
-    num_anchors = len(gathered) // (world.size * -(-held_out.num_documents // world.size))
-    kept = gathered[: held_out.num_documents * num_anchors]  # the padding comes last, as all ranks' parts have one size
-    anchors, positives = kept.unbind(1)
-    found_at = recall(anchors, positives, torch.arange(len(kept), device=device))
-    scores["span_recall@1"] = (found_at["text_recall@1"] + found_at["image_recall@1"]) / 2
-    scores["positive_cosine"] = float((anchors * positives).sum(-1).mean())
-    tau = None
-    if module.loss.tempnet is not None:
-        tau = torch.stack([module.loss.tempnet(part) for part in (anchors, positives)]).cpu()
-        scores |= {"tau_mean": float(tau.double().mean()), "tau_std": float(tau.double().std())}
-    return scores, tau, torch.stack([anchors, positives]).cpu()
+        return sums
+    positives = module.encoder(tensors["positive_ids"].flatten(0, 2), tensors["positive_mask"].flatten(0, 2))
+    positives = positives.unflatten(0, (len(anchors), -1)).mean(1)
+    sentences = F.normalize(torch.stack([anchors, positives], dim=1), dim=-1)
+    return torch.cat([sums, sentences.reshape(number, -1)], dim=1)
 
 
 def rivals(sentences: Tensor, tau: Tensor, config: ContrastiveLossConfig, *, num_anchors: int) -> dict[str, float]:
     """Compare predicted with constant temperatures on the first held-out anchors (at most 2 048) and their positives.
 
     `sentences` (2, n·A, d) holds unit vectors of anchors and positives, A of a document in sequence; `tau` is (2, n·A).
-
-    Returns:
-        The figures of :func:`tempnet.baselines.compare_with_constants` for the loss of
-        :func:`tempnet.contrastive.losses.held_out_losses`, with the prefix `robust/` or `cross_entropy/` (the
-        `objective` of the training loss), and `num_pairs`. All spans of a document form one group.
+    Returned are `num_pairs` and, as `<objective>/…`, the figures of :func:`tempnet.baselines.compare_with_constants` for
+    :func:`tempnet.contrastive.losses.held_out_losses`, where all spans of a document form one group.
     """
     anchors, positives = sentences[:, :_MAX_PAIRS_COMPARED]
     pairs = torch.arange(len(anchors))
@@ -316,8 +241,9 @@ def rivals(sentences: Tensor, tau: Tensor, config: ContrastiveLossConfig, *, num
         tau_min=config.tau_min,
         tau_max=config.tau_max,
     )
-    named = {f"{config.kind.objective}/{name}": value for name, value in figures.items()}
-    return {"num_pairs": float(len(pairs)), **named}
+    return {"num_pairs": float(len(pairs))} | {
+        f"{config.kind.objective}/{key}": value for key, value in figures.items()
+    }
 
 
 def span_tensors(batch: Batch, device: torch.device) -> dict[str, Tensor]:
@@ -348,19 +274,14 @@ MIN_POSITIONS = 128
 
 
 def prepare_documents(config: SentenceConfig) -> tuple[Manifest | GrowingManifest, Manifest]:
-    """Return the manifests of the documents of `train` and `validation`, preparing them unless this was done before.
-
-    The first one still grows if `data.prepare` says so and parts are missing.
-    """
+    """Return the manifests of the documents of `train`, which may still grow, and `validation`, preparing them if need be."""
     tokenizer = load_tokenizer(config.tokenizer, needs_eos=False)
     layout = DocumentConfig(least_num_tokens=config.data.least_num_tokens, vocab_size=len(tokenizer))
-    share = replace(layout, share=config.data.train_share, share_seed=config.run.seed)
-    return (
-        prepare_training_text(
-            config, layout if share.share == 1.0 else share, partial(_check_training_documents, config)
-        ),
-        prepare_split(config, layout, "validation", partial(_check_documents, config, "validation")),
-    )
+    of_train = layout
+    if config.data.train_share < 1.0:
+        of_train = replace(layout, share=config.data.train_share, share_seed=config.run.seed)
+    train = prepare_training_text(config, of_train, partial(_check_training_documents, config))
+    return train, prepare_split(config, layout, "validation", partial(_check_documents, config, "validation"))
 
 
 def _check_training_documents(config: SentenceConfig, num_documents: int) -> None:
@@ -386,10 +307,8 @@ def _check_documents(config: SentenceConfig, split: str, num_documents: int) -> 
 
 def describe_documents(train: Manifest | GrowingManifest, validation: Manifest) -> dict[str, Any]:
     """Return the entries of a run's outcome that tell what its data hold; None while parts of the text are missing."""
-    return {
-        **describe_data(train, validation, noun="documents"),
-        "num_documents_too_short": {"train": num_too_short(train.latest()), "validation": num_too_short(validation)},
-    }
+    too_short = {"train": num_too_short(train.latest()), "validation": num_too_short(validation)}
+    return {**describe_data(train, validation, noun="documents"), "num_documents_too_short": too_short}
 
 
 def num_too_short(manifest: Manifest | GrowingManifest) -> int | None:
@@ -422,16 +341,8 @@ def build_encoder(config: SentenceConfig, tokenizer: PreTrainedTokenizerFast) ->
     with naming_field("data."):
         special = SpecialTokens.of(tokenizer)
     width = config.data.max_length + special.num_added
-    model = base.build_encoder(
-        config.model,
-        AutoModelForMaskedLM,
-        what="encoder with an MLM head",
-        tokenizer=tokenizer,
-        tokenizer_name=config.tokenizer,
-        num_tokens=max(width, MIN_POSITIONS),
-        seed=config.run.seed,
-        with_checkpointing=config.workers.activation_checkpointing,
-    )
+    what, num_tokens = "encoder with an MLM head", max(width, MIN_POSITIONS)
+    model = base.build_encoder(config, AutoModelForMaskedLM, tokenizer, what=what, num_tokens=num_tokens)
     most = num_positions(model.config)
     if most is not None and width > most:
         raise ValueError(
@@ -441,18 +352,10 @@ def build_encoder(config: SentenceConfig, tokenizer: PreTrainedTokenizerFast) ->
     return model
 
 
-def build_networks(config: SentenceConfig, width: int) -> dict[str, Any]:
-    """Return the loss's new networks, which read embeddings of the given width, by the names that `UnimodalLoss` has."""
-    return unimodal_networks(config.temperature, width) if config.is_contrastive else {}
-
-
 def build_model(
     config: SentenceConfig, tokenizer: PreTrainedTokenizerFast, *, num_documents: int | None, device: torch.device
 ) -> TemperatureSentenceEncoder:
-    """Build the module to train, with the loss's state of `num_documents` documents partitioned among the ranks.
-
-    The number may be unknown (None) if the loss keeps no state of documents.
-    """
+    """Build the module to train, with the state of the documents divided among the ranks; None: the loss keeps no state."""
     encoder = build_encoder(config, tokenizer)
     loss = None
     if config.is_contrastive:

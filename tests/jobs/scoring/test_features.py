@@ -18,7 +18,7 @@ from jobs.scoring.units import UnitStore
 from jobs.tasks.language_model.config import DataSection, LanguageModelConfig, ModelSection, TemperatureSection
 from jobs.tasks.language_model.data import features_of, features_to_read, find_features, refer_to_base
 from jobs.tasks.language_model.models import build_model, flops_per_token
-from jobs.tasks.language_model.validation import ValidationPart, to_tensors
+from jobs.tasks.language_model.validation import read_part, to_tensors
 from pipelines import features as features_module
 from pipelines.features import Features, FeatureSource, features_directory
 from pipelines.text.blocks import BlockSource, read_range
@@ -134,9 +134,9 @@ def test_a_tempnet_trains_on_them_as_on_the_base(config: LanguageModelConfig, fe
     base.base.base_model.register_forward_hook(
         lambda _, __, output: (output[0].to(torch.bfloat16).float(), *output.to_tuple()[1:])
     )
-    part = ValidationPart.read(features, 0, rank=0, world_size=1)
-    of_features = module(**to_tensors(part.arrays, CPU), with_statistics=True)
-    blocks = read_range(features.text, 0, part.num_blocks)
+    arrays = read_part(features, 0, rank=0, world_size=1)
+    of_features = module(**to_tensors(arrays, CPU), with_statistics=True)
+    blocks = read_range(features.text, 0, features.text.num_rows)
     of_base = base(**to_tensors(blocks, CPU), with_statistics=True)
     of_features["loss"].backward()
     of_base["loss"].backward()

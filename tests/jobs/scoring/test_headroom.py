@@ -20,7 +20,7 @@ from jobs.scoring.headroom.texts import Measurer, TextMeasurement
 from jobs.scoring.text_parts import read_parts
 from jobs.scoring.units import UnitStore
 from jobs.tasks.language_model.config import EndOfDocument
-from jobs.tasks.language_model.validation import ValidationPart, validate
+from jobs.tasks.language_model.validation import validate
 from pipelines.text.packing import IGNORE_INDEX
 from pipelines.text.tokenization import load_tokenizer
 from pipelines.text.windows import WindowConfig
@@ -116,8 +116,8 @@ def test_a_runs_validation_has_the_numbers_of_the_headroom_test(model: Path, tmp
     with torch.no_grad():
         (tally,) = validate(
             lambda num_profile_nodes, **batch: [module(**batch, num_profile_nodes=num_profile_nodes[0])],
-            ValidationPart(arrays=arrays, num_blocks=len(arrays["targets"])), [loss], vocab_size=VOCAB_SIZE,
-            micro_batch_size=3, num_oracle_tokens=4, with_details=True, device=torch.device("cpu"),
+            arrays, [loss], vocab_size=VOCAB_SIZE, micro_batch_size=3, num_oracle_tokens=4, with_details=True,
+            device=torch.device("cpu"),
         )  # fmt: skip
         scores, details = tally.scores()
     assert details is not None

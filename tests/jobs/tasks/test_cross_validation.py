@@ -20,7 +20,7 @@ from jobs.studies.cross_validation import as_markdown, make_rows
 from jobs.studies.estimates import estimate
 from jobs.tasks.classifier.config import CrossValidationConfig
 from jobs.tasks.classifier.plan import make_plan
-from jobs.tasks.classifier.task import build_model, folds, read_data, read_fold, sentence_tensors
+from jobs.tasks.classifier.task import build_model, read_data, read_fold, sentence_tensors
 from jobs.tasks.presets.classifiers import PRESETS
 from pipelines.text.tokenization import load_tokenizer, train_wordpiece
 
@@ -45,6 +45,7 @@ def test_cells_that_are_compared_have_the_same_folds_and_the_same_start(config: 
     (_, train, test), (_, other_train, other_test) = (read_fold(cell) for cell in cells[:2])
     np.testing.assert_array_equal(train.token_ids, other_train.token_ids)
     np.testing.assert_array_equal(test.labels, other_test.labels)
+    assert len(train) + len(test) == 60
 
 
 def test_the_supervised_contrastive_loss_is_a_setting_beside_the_others(config: CrossValidationConfig) -> None:
@@ -91,16 +92,6 @@ def test_what_the_model_gets(with_padding: bool, with_types: bool) -> None:
     assert tensors["input_ids"].tolist() == [row[:width] for row in ids]
     assert tensors["attention_mask"].tolist() == [[1, 1, 0, 0][:width], [1, 1, 1, 0][:width]]
     assert ("token_type_ids" in tensors) == with_types
-
-
-def test_folds_divide_the_sentences_and_keep_the_classes_in_proportion() -> None:
-    labels = np.repeat([0, 1, 2], [50, 30, 20])
-    found = folds(labels, 5, seed=2)
-    assert sorted(np.concatenate([outside for _, outside in found]).tolist()) == list(range(100))
-    for inside, outside in found:
-        assert not set(inside) & set(outside)
-        assert np.bincount(labels[outside]).tolist() == [10, 6, 4]
-    assert set(found[0][1]) == set(folds(labels, 5, seed=2)[0][1]) != set(folds(labels, 5, seed=16)[0][1])
 
 
 def test_a_part_of_the_data_is_the_same_every_time_and_in_proportion(config: CrossValidationConfig) -> None:
