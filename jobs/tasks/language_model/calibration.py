@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jobs.engine.resumption import whole_checkpoints
 from jobs.tasks.language_model.config import EndOfDocument, LanguageModelConfig, with_measured
 from jobs.tasks.language_model.models import build_base, read_only
 from jobs.tasks.language_model.validation import to_tensors
@@ -67,17 +66,12 @@ def read_or_measure(
 ) -> tuple[LanguageModelConfig, dict[str, Any]]:
     """Return the configuration with everything that its base decides, and the record of what was measured.
 
-    It is read from the run's directory, or measured now on a prepared text, with its hidden states if they are stored. This
-    writes nothing there: the directory does not exist before the run's name is claimed, and a run whose calibration fails
-    must not claim it.
+    It is read from the run's directory, or measured now on a prepared text, with its hidden states if they are stored. The
+    directory, which does not exist before the run's name is claimed, is not written to.
     """
-    directory = config.run.directory
-    record: dict[str, Any] = read_json(f"{directory}/{CALIBRATION_FILE}") or {}
+    record: dict[str, Any] = read_json(f"{config.run.directory}/{CALIBRATION_FILE}") or {}
     needed = {END} if base is not None and config.data.end_of_document == "measured" else set()
     needed |= {RANGE} if needs_range else set()
-    if needed - record.keys() and whole_checkpoints(directory):
-        # The run was begun by a version that measured neither.
-        record = {END: None, RANGE: None} | record
     if missing := needed - record.keys():
         key = [
             base and base.digest, config.base_precision, config.data.attend_across_documents, config.data.end_of_document,
@@ -104,10 +98,8 @@ def calibrate(
     device_map = "auto" spreads the base over the GPUs, of which `num_gpus` are reserved if the configuration's workers use
     them.
     """
-    wanted = ["rho"]
-    if config.data.end_of_document == "measured" and config.model.is_frozen:
-        wanted = [END, *wanted]
-    return _in_task(config, text, None, wanted, device_map, num_gpus)
+    needs_end = config.data.end_of_document == "measured" and config.model.is_frozen
+    return _in_task(config, text, None, [END, "rho"] if needs_end else ["rho"], device_map, num_gpus)
 
 
 def describe_measured(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -150,13 +142,14 @@ def _in_task(
     return found
 
 
+@torch.no_grad()
 def _measure(
     config: LanguageModelConfig, text: Manifest, features: Features | None, wanted: list[str], device_map: str | None
 ) -> dict[str, Any]:
     """Measure what is wanted, with the base in this process."""
     if config.workers.num_threads:
         torch.set_num_threads(config.workers.num_threads)
-    sampler = Sampler(config, text, features, device_map)
+    sampler = _Sampler(config, text, features, device_map)
     found: dict[str, Any] = {}
     if END in wanted:
         found[END] = dataclasses.asdict(sampler.measure_end())
@@ -167,11 +160,11 @@ def _measure(
     if RANGE in wanted:
         found[RANGE] = sampler.measure_range(*sample)
     if "rho" in wanted:
-        size = max(1, _NUM_LOGITS_AT_A_TIME // sampler.module.vocab_size)
-        tau_min, tau_max = config.temperature.tau_range
+        module, (tau_min, tau_max) = sampler.module, config.temperature.tau_range
+        parts = sample[0].split(max(1, _NUM_LOGITS_AT_A_TIME // module.vocab_size))
         calibration = calibrate_rho(
-            lambda: (sampler.logits(part) for part in sample[0].split(size)),
-            sampler.module.vocab_size,
+            lambda: map(module.context_logits, parts),
+            module.vocab_size,
             tau=config.temperature.calibrated_tau,
             tau_min=tau_min,
             tau_max=tau_max,
@@ -180,7 +173,7 @@ def _measure(
     return found
 
 
-class Sampler:
+class _Sampler:
     """Reads blocks of a prepared text with the base of a run, or their stored hidden states with its output layer."""
 
     def __init__(
@@ -200,12 +193,6 @@ class Sampler:
             base.to(self.device)
         self.module = read_only(base, config, len(tokenizer))
 
-    @torch.no_grad()
-    def logits(self, contexts: Tensor) -> Tensor:
-        """Return the logits (n, V) of contexts."""
-        return self.module.context_logits(contexts)
-
-    @torch.no_grad()
     def read(self, row: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return contexts (T, d or V), targets (T,) and documents (T,) of a block."""
         arrays: Batch = read_range(self.text, row, row + 1)
@@ -241,7 +228,7 @@ class Sampler:
         sums, number = 0.0, 0
         for row in _spread(self.text.num_rows, min(self.text.num_rows, _NUM_BLOCKS_FOR_ENDS)):
             hidden, targets, _ = self.read(row)
-            logits = self.logits(hidden[targets == self.layout.eos_id])
+            logits = self.module.context_logits(hidden[targets == self.layout.eos_id])
             sums += logits.log_softmax(-1)[:, self.layout.eos_id].double().sum().item()
             number += len(logits)
         return EndOfDocument(probability=math.exp(sums / number) if number else 0.0, num_documents=number)
@@ -253,7 +240,7 @@ class Sampler:
         parts = []
         for some, wanted in zip(contexts.split(size), targets.split(size), strict=True):
             hidden = some.float() if reads_hidden else some.new_zeros(len(some), 1)
-            parts.append(Tokens.of_logits(self.logits(some), wanted, hidden))
+            parts.append(Tokens.of_logits(self.module.context_logits(some), wanted, hidden))
         tokens = Tokens.join(parts, torch.arange(len(targets)))
         _, documents = torch.unique(documents, return_inverse=True)
         num_documents = int(documents.max()) + 1
@@ -266,14 +253,8 @@ class Sampler:
             )
             test = run_headroom_test(lambda: [(doubled, documents)], num_documents, num_folds=min(5, num_documents))
             tau, (low, high), tau_max = test.tau, test.tau_quantiles, test.wanted_tau_max
-        return {
-            "tau_max": tau_max,
-            "best_constant": tau,
-            "low": low,
-            "high": high,
-            "num_tokens": len(targets),
-            "num_documents": num_documents,
-        }
+        counts = {"num_tokens": len(targets), "num_documents": num_documents}
+        return {"tau_max": tau_max, "best_constant": tau, "low": low, "high": high, **counts}
 
 
 def _spread(total: int, number: int) -> list[int]:

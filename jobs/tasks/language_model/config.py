@@ -34,12 +34,10 @@ DISTIL = "distil"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndOfDocument:
-    """What a model says at the ends of documents, which decides whether the end is a target.
+    """What a frozen base says at the ends of documents, which are a target only if it gives them 1 % or more.
 
-    A model that was trained to end documents by another token, or by none, gives the end-of-text token next to no
-    probability. As a target it would then decide every figure: one token in a document with a cross-entropy of 26 nats
-    outweighs what temperatures do for all others. So the end is a target of a frozen base only if the geometric mean of the
-    probabilities that the model gives it at the ends of documents is at least 1 %. A model that is trained learns the end.
+    A model that was trained to end documents otherwise gives the end-of-text token next to no probability, and one token with
+    a cross-entropy of 26 nats outweighs what temperatures do for all others of a document.
     """
 
     probability: float
@@ -145,12 +143,9 @@ class TemperatureSection(TempNetSection):
                 f"temperature.input = {self.input} needs temperature.transform and temperature.stop_gradient: hidden states "
                 "are read by the first layer, without a gradient"
             )
-        kind, (low, high) = self.kind, self.tau_range
-        self.check_steering(
-            has_learned_rho=kind.temperature == "tempnet" and kind.objective == "robust",
-            tau_min=low,
-            tau_max=high,
-        )
+        low, high = self.tau_range
+        has_learned_rho = self.needs_tempnet and self.kind.objective == "robust"
+        self.check_steering(has_learned_rho=has_learned_rho, tau_min=low, tau_max=high)
         if self.needs_calibration and not low < self.calibrated_tau < high:
             raise ValueError(
                 f"temperature.calibrated_tau = {self.calibrated_tau:g} must lie between tau_min = {low:g} and "
@@ -169,7 +164,6 @@ class TemperatureSection(TempNetSection):
 
     @property
     def kind(self) -> LossKind:
-        """Temperature and objective of the loss of a token."""
         return LOSS_KINDS[self.token_loss]
 
     @property
@@ -188,25 +182,17 @@ class TemperatureSection(TempNetSection):
         return self.kind.temperature in ("oracle", "tempnet")
 
     @property
-    def upper_bound(self) -> float:
-        """τ_max, which is 2 where none is given or measured."""
-        return DEFAULT_TAU_MAX if self.tau_max is None else self.tau_max
+    def tau_range(self) -> tuple[float, float]:
+        """The bounds τ₀ and τ_max of the temperature; τ_max is 2 where none is given or measured."""
+        return self.tau_min, DEFAULT_TAU_MAX if self.tau_max is None else self.tau_max
 
     @property
     def known_upper_bound(self) -> float | None:
         """τ_max as far as it is known before anything is measured; None with the loss proper, unless it is given."""
-        return self.tau_max if self.loss == "proper" else self.upper_bound
-
-    @property
-    def tau_range(self) -> tuple[float, float]:
-        """The bounds τ₀ and τ_max of the temperature."""
-        return self.tau_min, self.upper_bound
+        return self.tau_max if self.loss == "proper" else self.tau_range[1]
 
     def resolve_rho(self, vocab_size: int) -> float | None:
-        """Return ρ, as given or computed from the target entropy; None if it must be calibrated first.
-
-        The proper score has no ρ, so that a TempNet's pooling is not scaled by it: it is 0 unless one is given.
-        """
+        """Return ρ, as given or computed from the target entropy; 0 for a loss without; None: it must be calibrated first."""
         if self.target_entropy is not None:
             return rho_from_target_entropy(self.target_entropy, vocab_size)
         return 0.0 if self.rho is None and not self.needs_calibration else self.rho
@@ -371,10 +357,7 @@ class LanguageModelConfig(TrainingConfig):
                 f"workers.zero_stage = 3 divides the model's weights, which the loss {DISTIL} reads in parts: choose 0, 1 or "
                 "2"
             )
-        if self.distillation.keep == "entropy" and (self.temperature.rho, self.temperature.target_entropy) == (
-            None,
-            None,
-        ):
+        if self.distillation.keep == "entropy" and self.temperature.rho is self.temperature.target_entropy is None:
             raise ValueError(
                 "distillation.keep = 'entropy' needs temperature.target_entropy or temperature.rho: the entropy of the "
                 "teacher's predictions"
@@ -483,18 +466,13 @@ def with_rho(config: LanguageModelConfig, rho: float) -> LanguageModelConfig:
 
 
 def with_measured(config: LanguageModelConfig, record: Mapping[str, Any]) -> LanguageModelConfig:
-    """Return the configuration with what was measured on its base (`calibration.json`) in the place of defaults.
-
-    What a record holds None for, or lacks, has the value that it had before it was measured. A measured range replaces a
-    given one, because earlier versions wrote the default into `task.json` as if it were given.
-    """
+    """Return the configuration with what was measured on its base (`calibration.json`) in the place of defaults."""
     if "rho" in record and config.temperature.needs_calibration:
         config = with_rho(config, float(record["rho"]))
     data, temperature = config.data, config.temperature
     if "end_of_document" in record and data.end_of_document == "measured":
-        end = record["end_of_document"]
-        is_target = end is None or EndOfDocument(**end).is_target
+        is_target = EndOfDocument(**record["end_of_document"]).is_target
         data = dataclasses.replace(data, end_of_document="target" if is_target else "ignored")
-    if record.get("tau_range"):
+    if "tau_range" in record:
         temperature = dataclasses.replace(temperature, tau_max=float(record["tau_range"]["tau_max"]))
     return dataclasses.replace(config, data=data, temperature=temperature)

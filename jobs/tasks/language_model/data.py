@@ -68,9 +68,8 @@ def refer_to_base(config: LanguageModelConfig) -> BaseReference:
     If model.path is an export that itself refers to a base, it is that base. The digest of a model at a URI is computed
     by a Ray task, because the driver may have no room for its weights, unless it trains itself.
     """
-    path = config.model.path
-    reference = read_reference(local_copy(path, with_weights=False))
-    place = reference.path if reference else path
+    reference = read_reference(local_copy(config.model.path, with_weights=False))
+    place = reference.path if reference else config.model.path
     if "://" in place and not config.workers.local:
         import ray
 
@@ -80,10 +79,9 @@ def refer_to_base(config: LanguageModelConfig) -> BaseReference:
         digest: str = ray.get(ray.remote(_digest_of_copy).options(num_cpus=0).remote(place))
     else:
         digest = _digest_of_copy(place)
-    found = BaseReference(path=place, digest=digest)
     if reference:
-        reference.check(found.digest)
-    return check_continues(config, path, found)
+        reference.check(digest)
+    return check_continues(config, config.model.path, BaseReference(path=place, digest=digest))
 
 
 def _digest_of_copy(uri: str) -> str:
@@ -142,11 +140,8 @@ def find_features(config: LanguageModelConfig, text: Manifest, base: BaseReferen
 def write_training_text(directory: Path, text: str, base: str, *, loss: str) -> None:
     """Write the record of an exported model into its directory; nothing is written if no text is known.
 
-    Args:
-        directory: directory of the export.
-        text: path or URI of the run's training text.
-        base: directory, URI or hub name of the model that the run began with; empty for random weights.
-        loss: the loss that trained the base model; empty if the run trained only its TempNet.
+    `text` is the run's training text; `base` the model that it began with, empty for random weights; `loss` trained the base,
+    empty if only its TempNet was trained.
     """
     archives, base_loss = read_training_text(base) if base else (set(), "")
     if loss:
@@ -158,10 +153,7 @@ def write_training_text(directory: Path, text: str, base: str, *, loss: str) -> 
 
 
 def read_training_text(model: str) -> tuple[set[tuple[str, int]], str]:
-    """Return name and size in bytes of the archives that a model was trained on, and the loss of its last training.
-
-    They are empty if that is not recorded.
-    """
+    """Return name and size in bytes of the archives that a model was trained on, and its last loss; empty: not recorded."""
     path = Path(local_copy(model, with_weights=False)) / TRAINING_TEXT_FILE
     if not path.is_file():
         return set(), ""
@@ -170,10 +162,7 @@ def read_training_text(model: str) -> tuple[set[tuple[str, int]], str]:
 
 
 def warn_of_known_text(model: str, text: str, archives: list[Archive], *, field: str) -> list[str]:
-    """Log a warning if a model was trained on some of the archives that were listed from a text, and return their names.
-
-    `field` is the name of the configuration field of the text.
-    """
+    """Log a warning if a model was trained on some of the archives of the text in a field, and return their names."""
     known, _ = read_training_text(model)
     names = sorted(name for name, _ in known & _name_and_size(archives))
     if names:

@@ -47,10 +47,7 @@ _ON_GPUS = (FLEX, *FLASH)
 
 
 def base_config(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
-    """Return the Transformers configuration of the base model, without loading its weights.
-
-    Of a pretrained model, only configuration files and the headers of the weight files are read.
-    """
+    """Return the Transformers configuration of the base model; of a pretrained one, no weights are read but their headers."""
     model, vocab_size = config.model, len(tokenizer)
     if model.path:
         place = checked_copy(model.path, "model.path = ", with_weights=False)
@@ -141,9 +138,8 @@ def _check_flex(config: LanguageModelConfig, settings: PretrainedConfig) -> None
 def build_base(
     config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast, *, device_map: str | None = None
 ) -> PreTrainedModel:
-    """Build the base model, pretrained or randomly initialised; a frozen one has the precision of the run.
-
-    device_map = "auto" spreads a pretrained base, which is not trained, over the devices of this process.
+    """Build the base model, pretrained or randomly initialised; a frozen one has the precision of the run, and is spread over
+    the devices of this process by device_map = "auto".
     """
     torch.manual_seed(config.run.seed)
     base: PreTrainedModel
@@ -157,9 +153,8 @@ def build_base(
             hold_constant(base)
     else:
         settings = base_config(config, tokenizer)
-        base = AutoModelForCausalLM.from_config(
-            settings, attn_implementation=attention_of(config, settings), trust_remote_code=False
-        )
+        attention = attention_of(config, settings)
+        base = AutoModelForCausalLM.from_config(settings, attn_implementation=attention, trust_remote_code=False)
     return base
 
 
@@ -187,10 +182,9 @@ def read_only(base: Any, config: LanguageModelConfig, vocab_size: int) -> Temper
 
 
 def find_divisible_base(config: LanguageModelConfig) -> tuple[PreTrainedModel, WeightFiles] | None:
-    """Return a base without weights, and the files with them, if its weights can be divided among workers while loaded.
+    """Return a base without weights, and the files with them, if ZeRO 3 can divide them among workers while they are loaded.
 
-    This is so under ZeRO 3 for a pretrained base whose safetensors files have the names and shapes of its parameters;
-    otherwise the result is None, and every worker loads the whole base before ZeRO 3 divides it.
+    Otherwise, as for files without the names and shapes of its parameters, it is None, and every worker loads the whole base.
     """
     if config.workers.zero_stage != 3 or not config.model.path:
         return None
@@ -252,10 +246,8 @@ def build_models(
     base: PreTrainedModel | StoredBase | None = None,
 ) -> list[TemperatureCausalLM]:
     """Build the modules of runs on one base, each as in a run of its own."""
-    if base is None:
-        base = build_base(configs[0], tokenizer)
-    else:
-        torch.manual_seed(configs[0].run.seed)
+    torch.manual_seed(configs[0].run.seed)
+    base = build_base(configs[0], tokenizer) if base is None else base
     state, modules = torch.get_rng_state(), []
     for config in configs:
         torch.set_rng_state(state)
@@ -301,7 +293,7 @@ def add_tempnet(
 
 
 def state_size(base: PreTrainedModel | StoredBase) -> int:
-    """Return the dimension of the hidden state that a base model computes its logits from."""
+    """Return the dimension of the hidden states that the logits are computed from."""
     return int(base.get_output_embeddings().weight.shape[1])
 
 
@@ -325,9 +317,8 @@ def flops_per_token(module: TemperatureCausalLM, config: LanguageModelConfig) ->
     """Return the FLOPs that training on one token mathematically needs; recomputed activations do not count.
 
     Every parameter of a matrix product takes 2 FLOPs in the forward and 4 in the backward pass, and attention takes
-    12·layers·width·T for a context of T tokens (PaLM, arXiv 2204.02311, Appendix B). A frozen base model has only the
-    forward pass, a third of this; of one whose hidden states are stored only the output layer is run. TempNet takes 4
-    FLOPs per parameter: its input has no gradient, and nearly all its parameters are in its first layer.
+    12·layers·width·T for a context of T tokens (PaLM, arXiv 2204.02311, Appendix B). A frozen base has only the forward pass,
+    one whose hidden states are stored only its output layer. TempNet takes 4 per parameter, as its input has no gradient.
     """
     base = module.base
     num_tempnet = _count(module.tempnet.parameters()) if module.tempnet else 0

@@ -80,7 +80,6 @@ class LanguageModelPlan(Plan[LanguageModelConfig]):
 
     @property
     def data_cpus(self) -> float:
-        """Number of logical CPUs that reading and preparing data takes in addition to the workers."""
         return READ_CPUS * self.config.workers.max_workers + self.config.data.preparing_cpus
 
     def describe(self) -> str:
@@ -120,19 +119,16 @@ class LanguageModelPlan(Plan[LanguageModelConfig]):
         parts = []
         if of_teacher or settings.has_free_tau or settings.kind.objective == "robust":
             parts.append(self._describe_rho())
-        if of_teacher or settings.has_free_tau:
-            parts.append(self._describe_range())
+        low, high = settings.tau_range
+        if self.config.has_measured_range:
+            parts.append(f"τ in [{low:g}, τ_max], τ_max to be chosen by the headroom test on a sample of the text")
+        elif of_teacher or settings.has_free_tau:
+            parts.append(f"τ in [{low:g}, {high:g}]")
         elif self.config.is_distilled:
             parts.append(f"predictions of the teacher at τ = {settings.tau:g}")
         else:
             parts.append(f"τ = {1.0 if settings.kind.temperature == 'one' else settings.tau:g} for every token")
         return ", ".join(parts)
-
-    def _describe_range(self) -> str:
-        low, high = self.config.temperature.tau_range
-        if self.config.has_measured_range:
-            return f"τ in [{low:g}, τ_max], τ_max to be chosen by the headroom test on a sample of the text"
-        return f"τ in [{low:g}, {high:g}]"
 
     def _describe_rho(self) -> str:
         settings = self.config.temperature
@@ -143,10 +139,8 @@ class LanguageModelPlan(Plan[LanguageModelConfig]):
                 f"ρ to be calibrated for a mean τ* of {settings.calibrated_tau:g} on "
                 f"{settings.num_calibration_tokens:,} tokens of the training data"
             )
-        most = math.log(len(self.tokenizer))
-        return (
-            f"ρ = {self.rho:.4f}: target entropy {most - self.rho:.4f} of log {len(self.tokenizer)} = {most:.4f} nats"
-        )
+        size, most = len(self.tokenizer), math.log(len(self.tokenizer))
+        return f"ρ = {self.rho:.4f}: target entropy {most - self.rho:.4f} of log {size} = {most:.4f} nats"
 
     def prepare(self) -> PreparedTask:
         """Tokenise and pack the text, unless this was done before, and calibrate ρ if it is not given."""
@@ -215,8 +209,8 @@ def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
     if config.temperature.needs_tempnet:
         network = TempNet(config.temperature.network_config(vocab_size, rho or 0.0, state_size(base)))
         if config.temperature.path:
-            measured = {"rho": rho is None, "tau_max": config.has_measured_range}
-            load_tempnet(config.temperature.path, network.config, unknown=[name for name in measured if measured[name]])
+            unknown = ["rho"] * (rho is None) + ["tau_max"] * config.has_measured_range
+            load_tempnet(config.temperature.path, network.config, unknown=unknown)
     if config.temperature.fits_likelihood:
         check_is_new(config, archives)
     num_base, num_tempnet = count_parameters(base), count_parameters(network)
@@ -232,9 +226,8 @@ def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
     memory, of_sizes = estimate(fewest), {}
     if config.workers.micro_batch == "auto":
         share = fewest.micro_batch_size
-        estimates = {
-            size: estimate(fewest.with_micro_batch_size(size)) for size in range(1, share + 1) if share % size == 0
-        }
+        sizes = [size for size in range(1, share + 1) if share % size == 0]
+        estimates = {size: estimate(fewest.with_micro_batch_size(size)) for size in sizes}
         memory, of_sizes = estimates[1], {size: sum(items.values()) for size, items in estimates.items()}
     check_fits(memory, config.workers)
     return LanguageModelPlan(
