@@ -31,12 +31,9 @@ class Estimate:
 
 
 def estimate(values: Sequence[float], test_share: float = 0.0) -> Estimate:
-    """Returns the estimate of the mean of random figures.
+    """Return the estimate of the mean of random figures, one per run.
 
-    Args:
-        values: one figure per run, of n runs.
-        test_share: n_test/n_train if the training sets are folds and overlap, which is 1/(k − 1) for k folds; 0 if they
-            do not overlap.
+    `test_share` is n_test/n_train if the training sets are folds and overlap: 1/(k − 1) for k folds; 0 if they do not.
     """
     n, mean = len(values), float(np.mean(values))
     if n < 2:

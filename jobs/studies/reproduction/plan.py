@@ -175,10 +175,9 @@ def _first_configs(arm: Arm, preset: Any, num_seeds: int) -> dict[tuple[int, int
 
 
 def _make_runs(study: Study, job: ReproduceConfig, common: Mapping[str, Any]) -> list[Run]:
-    """Returns all runs of a study, each after the run it starts from; a run that arms share is listed for each of them.
+    """Return all runs of a study, each after the run it starts from; a run that arms share is listed for each of them.
 
-    The changes of `job` apply to the runs that have the field, before the arms' own changes, but no run has more steps than
-    `job.steps`; `common` is for all runs.
+    The changes of `job` apply to the runs that have the field, before the arms' own changes; `common` is for all runs.
     """
     runs: dict[tuple[str, int, int], Run] = {}
     for arm in study.arms:

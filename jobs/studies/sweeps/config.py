@@ -250,11 +250,7 @@ def name_of(point: Mapping[str, float]) -> str:
 
 
 def with_values(config: Base, point: Mapping[str, float]) -> Base:
-    """Returns a configuration with the values of a point, numbers that change a run; ValueError names the axis of others.
-
-    The storage is resolved only when runs are made, since that of a preset may not be usable until the command line has
-    set another.
-    """
+    """Return a configuration with the values of a point, numbers that change a run; ValueError names the axis of others."""
     values: dict[str, float | int] = {}
     for name, value in point.items():
         section, _, field = name.rpartition(".")
