@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,20 +79,39 @@ def test_activations_are_what_autograd_saves(architecture: str, attention: str, 
     assert saved_bytes(base, 2, 16, is_half=is_half) == pytest.approx(total, rel=0.02)
 
 
-def test_seven_billion_weights_on_one_gpu_as_in_docs_memory_md() -> None:
-    sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11_008}
-    base = shapes("llama", vocab_size=32_000, **sizes)
-    config = with_fields(
-        PRESETS["gpt2-scratch"](),
-        {
-            "workers.num_workers": 1, "workers.zero_stage": 0, "workers.activation_checkpointing": True,
-            "optimizer.batch_size": 8, "optimizer.micro_batch_size": 1, "data.context_length": 1024,
-        },
+@pytest.mark.parametrize("num_workers", [1, 8])
+@pytest.mark.parametrize("size", ["7B", "13B", "70B"])
+def test_the_table_of_docs_memory_md_is_this_arithmetic(num_workers: int, size: str) -> None:
+    width, num_layers, num_heads, inner = {
+        "7B": (4096, 32, 32, 11_008), "13B": (5120, 40, 40, 13_824), "70B": (8192, 80, 64, 28_672)
+    }[size]  # fmt: skip
+    base = shapes(
+        "llama", vocab_size=32_000, hidden_size=width, num_hidden_layers=num_layers, num_attention_heads=num_heads,
+        intermediate_size=inner, num_key_value_heads=8 if size == "70B" else num_heads,
     )  # fmt: skip
-    memory = estimate_memory(config, base, num_base=count_parameters(base), num_tempnet=8_257_536, vocab_size=32_000)
-    # 6.738 thousand million weights of the base and 8 million of the TempNet, each with its gradient and two moments.
-    assert sum(memory[name] for name in ("weights", "gradients", "optimizer")) == 16 * (6_738_415_616 + 8_257_536)
-    assert sum(memory.values()) / GIB == pytest.approx(103.5, abs=0.1)
+    whole, output_layer = count_parameters(base), 32_000 * width
+    common = {
+        "workers.num_workers": num_workers, "workers.zero_stage": 0 if num_workers == 1 else 3,
+        "optimizer.batch_size": 8, "optimizer.micro_batch_size": 1, "data.context_length": 1024,
+    }  # fmt: skip
+
+    def memory(preset: str, num_base: int, **changes: Any) -> dict[str, float]:
+        config = with_fields(PRESETS[preset](), common | {name.replace("__", "."): changes[name] for name in changes})
+        return estimate_memory(config, base, num_base=num_base, num_tempnet=8_257_536, vocab_size=32_000)
+
+    columns = [
+        memory("gpt2-scratch", whole, workers__activation_checkpointing=True),
+        memory("llama2-7b-frozen", whole),
+        memory("llama2-7b-frozen", output_layer, model__features=True),
+    ]
+    page = (Path(__file__).parents[3] / "docs" / "memory.md").read_text()
+    row = next(line for line in page.splitlines() if line.startswith(f"| {num_workers} GPU"))
+    at = ["7B", "13B", "70B"].index(size)
+    cells = [int(cell.split(",")[at]) for cell in row.strip("| ").split("|")[1:]]
+    assert cells == [round(sum(items.values()) / GIB) for items in columns]
+    if num_workers == 1:  # weights, gradients and two moments of base and TempNet
+        counted = sum(columns[0][name] for name in ("weights", "gradients", "optimizer"))
+        assert counted == 16 * (whole + 8_257_536)
 
 
 def test_eight_bits_save_a_byte_of_every_weight() -> None:
