@@ -127,7 +127,7 @@ bench: setup  ## Ratios of benchmarks/README.md: losses beside peers, steps, dec
 	$(RUN) benchmarks.contrastive_loss
 	$(RUN) benchmarks.image_pipeline
 	$(RUN) benchmarks.object_store --num-rounds 2
-	$(RUN) benchmarks.scaling --num-steps 60 --num-rounds 1
+	$(RUN) benchmarks.scaling
 	$(RUN) benchmarks.band_search
 
 gpu-check: setup  ## On a machine with a GPU: tokens/s and MFU of GPT-2 124M, eager and compiled, dense mask and FlexAttention, with and without a TempNet

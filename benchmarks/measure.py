@@ -73,14 +73,23 @@ def _read_mib(field: str) -> float:
     return int(next(line.split()[1] for line in status.splitlines() if line.startswith(field))) / 1024
 
 
-def run_train_lm(storage: Path, name: str, *options: str) -> dict[str, Any]:
-    """Train `gpt2-scratch-small` by the command that a person types, and return its outcome."""
-    command = [
+def train_lm_command(storage: Path, name: str, *options: str) -> list[str]:
+    """Return the command that a person types to train `gpt2-scratch-small`."""
+    return [
         sys.executable, "-m", "jobs.train_lm", "gpt2-scratch-small", f"--run.storage={storage}", f"--run.name={name}",
         *options,
     ]  # fmt: skip
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def job_environment() -> dict[str, str]:
+    """Return the environment of a job, which finds the programs that lie beside this Python."""
+    return os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+def run_train_lm(storage: Path, name: str, *options: str) -> dict[str, Any]:
+    """Train `gpt2-scratch-small` by the command that a person types, and return its outcome."""
+    command = train_lm_command(storage, name, *options)
+    done = subprocess.run(command, capture_output=True, text=True, env=job_environment())
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
     outcome: dict[str, Any] = json.loads((storage / name / "outcome.json").read_text())
