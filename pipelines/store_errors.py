@@ -47,7 +47,7 @@ _jitter = random.Random()
 
 
 class RefusedWriteError(PermissionError):
-    """An object store lets nothing be written at a URI, which may be read."""
+    """An object store denies writing at a URI; reading may work."""
 
 
 def persist(call: Callable[[], Result], unless: tuple[str, ...] = ()) -> Result:

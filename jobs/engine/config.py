@@ -58,7 +58,7 @@ class RunSection:
     """Minutes without a step, a long validation among them, after which the run fails; it can be continued. 0: it waits
     without limit. After a minute the workers are named with what they do, whatever this says."""
     grace_seconds: float = field(default=30.0, metadata=FREE_TO_CHANGE)
-    """Seconds that a job told to end by SIGTERM has to save the step that it is at. 0: it ends at once."""
+    """Seconds that a job has after SIGTERM to save the step that it is at. 0: it ends at once."""
 
     def __post_init__(self) -> None:
         check_positive(

@@ -539,7 +539,7 @@ def stopping_softly(ask: Callable[[], None], grace_seconds: float) -> Iterator[N
         if is_asked:
             raise KeyboardInterrupt
         is_asked = True
-        print(f"told to end: saving the current step, for at most {grace_seconds:g} s (run.grace_seconds)")
+        print(f"received SIGTERM: saving the current step, for at most {grace_seconds:g} s (run.grace_seconds)")
         ask()
         timer.start()
 

@@ -294,7 +294,7 @@ class DiskFullError(OSError):
 
 @contextmanager
 def naming_full_disk(path: Path | str) -> Iterator[None]:
-    """Convert every error of a full disk, or of a storage that lets nothing be written, into one that names the path."""
+    """Convert every error of a full disk, or of a storage that cannot be written, into one that names the path."""
     try:
         yield
     except DiskFullError:
@@ -330,7 +330,7 @@ def explain_storage(failures: Iterable[BaseException], directory: str) -> str:
             reason = f"{os.strerror(number)}: {getattr(failure, 'filename', None) or directory}"
             remedy = "make room there" if number in _NO_ROOM else "see that it can be written again"
         elif refused := [cause for cause in _causes(failure) if isinstance(cause, RefusedWriteError)]:
-            reason, remedy = str(refused[0]), "see to that"
+            reason, remedy = str(refused[0]), "grant write access"
         else:
             continue
         is_there = not number or number in _NO_ROOM | {errno.EROFS}

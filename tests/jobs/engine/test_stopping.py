@@ -49,7 +49,7 @@ def test_sigterm(
         after = signal.signal(signal.SIGTERM, before)
     assert after is signal.default_int_handler
     assert found == expected
-    assert capsys.readouterr().out.count("told to end: saving the current step") == (grace_seconds > 0)
+    assert capsys.readouterr().out.count("received SIGTERM: saving the current step") == (grace_seconds > 0)
 
 
 def test_a_run_that_makes_no_step_is_described_after_a_minute_and_then_less_and_less_often() -> None:
