@@ -283,7 +283,7 @@ def check_start(config: RewardConfig) -> tuple[RewardPlan, str]:
     return plan, uri
 
 
-def train_reward(config: RewardConfig, *, say: Callable[[str], None] = print) -> dict[str, Any]:
+def train_reward(config: RewardConfig) -> dict[str, Any]:
     """Run or continue the job, and return the outcome."""
     plan, uri = check_start(config)
     config = plan.config
@@ -304,10 +304,10 @@ def train_reward(config: RewardConfig, *, say: Callable[[str], None] = print) ->
                 tags=run_tags(config, config.tracking),
                 data_sets={"training": ("prompts", compute_digest(plan.record["questions_digest"]), config.prompts)},
             )
-            logger = MetricLogger(tracked, warn=say)
+            logger = MetricLogger(tracked, warn=print)
         stack.enter_context(mark_if_ended(tracked))
         trainer = RewardTrainer(plan, stack.enter_context(work_in_pool(plan)))
-        train(trainer, directory, say=say, log=logger.log if logger else None)
+        train(trainer, directory, log=logger.log if logger else None)
         outcome = trainer.result() | compare_temperatures(trainer)
         if logger:
             logger.close()
@@ -325,7 +325,7 @@ def train_reward(config: RewardConfig, *, say: Callable[[str], None] = print) ->
             with survive_outage("the end of the run"):
                 note = f"```\n{table(outcome)}\n```"
                 finish_run(tracked, status="FINISHED", artifacts=None, metrics=_final_metrics(outcome), note=note)
-    say(f"\n{table(outcome)}\n{trainer.step} steps, {clock(time.monotonic() - started)}")
+    print(f"\n{table(outcome)}\n{trainer.step} steps, {clock(time.monotonic() - started)}")
     return outcome
 
 

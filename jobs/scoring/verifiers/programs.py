@@ -84,11 +84,10 @@ class CommandVerifier(Verifier):
                 kill_session(process)
             size = target.seek(0, os.SEEK_END)
             target.seek(max(0, size - _MAX_OUTPUT))
-            lines = target.read().decode(errors="replace").split("\n")
+            answer = target.read().decode(errors="replace").strip().rpartition("\n")[2].strip()
         if not in_time:
             raise VerifierError("timed_out", f"{name} gave no answer within {self._seconds:g} s")
-        status, answer = process.returncode, next((line.strip() for line in reversed(lines) if line.strip()), "")
-        if status < 0:
+        if (status := process.returncode) < 0:
             raise VerifierError("died", f"{name} was ended by signal {-status}")
         if status > 1 or (status == 1 and answer):
             raise VerifierError("raised", f"{name} ended with status {status}")
@@ -153,7 +152,7 @@ class FunctionVerifier(Verifier):
             raise VerifierError("raised", answer["problem"])
         return as_reward(answer["value"])
 
-    def _read(self, seconds: float) -> dict[str, Any]:
+    def _read(self, seconds: float) -> Any:
         """Return the next line of the process; raises VerifierError if there is none in time."""
         self._socket.settimeout(seconds)
         try:
@@ -162,8 +161,7 @@ class FunctionVerifier(Verifier):
             raise VerifierError("timed_out", f"{self._name} gave no answer within {seconds:g} s") from None
         if not line.endswith("\n"):
             raise VerifierError("died", f"the process of {self._name} ended without an answer")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return json.loads(line)
 
     def close(self) -> None:
         if self._process is not None:

@@ -206,19 +206,14 @@ def test_a_run_that_was_stopped_twice_goes_on_exactly(make: Any, begin: Any, tmp
     whole = begin(plan)
     train(whole, str(tmp_path / "whole"), say=be_silent)
 
-    class Stopped(Exception):
-        pass
-
-    def stop_after(last: int) -> Any:
-        def log(figures: Any, step: int) -> None:
-            if step == last:
-                raise Stopped
-
-        return log
-
     for last in (1, 3):  # before the first checkpoint, and a step after it
-        with pytest.raises(Stopped):
-            train(begin(plan), str(run), say=be_silent, log=stop_after(last))
+
+        def stop(figures: Any, step: int, last: int = last) -> None:
+            if step == last:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            train(begin(plan), str(run), say=be_silent, log=stop)
     lines: list[str] = []
     resumed = begin(plan)
     train(resumed, str(run), say=lines.append)
@@ -311,22 +306,21 @@ def measured(model: Path, code: Path, tmp_path_factory: pytest.TempPathFactory) 
     place = tmp_path_factory.mktemp("measured")
     held_out = write_lines(place / "held-out.jsonl", [{"prompt": prompt} for prompt in HELD_OUT])
     plan = plan_of(model, place, num_steps=3, prompts_at_a_time=2, held_out_prompts=held_out)
-    training: list[tuple[Order, Answer]] = []
-    comparison: list[tuple[Order, Answer]] = []
+    asked: list[tuple[Order, Answer]] = []
 
     with work_here(plan) as work:
 
         def run(orders: Sequence[Order]) -> list[Answer]:
             answers = work(orders)
-            (comparison if is_over else training).extend(zip(orders, answers, strict=True))
+            asked.extend(zip(orders, answers, strict=True))
             return answers
 
-        is_over = False
         trainer = RewardTrainer(plan, run)
         train(trainer, str(place / "run"), say=be_silent)
-        is_over = True
+        number = len(asked)
         outcome = trainer.result() | compare_temperatures(trainer)
-        yield SimpleNamespace(plan=plan, trainer=trainer, outcome=outcome, training=training, comparison=comparison)
+        parts = {"training": asked[:number], "comparison": asked[number:]}
+        yield SimpleNamespace(plan=plan, trainer=trainer, outcome=outcome, **parts)
 
 
 def test_held_out_prompts_are_measured_beside_their_rivals_and_never_learned_from(measured: SimpleNamespace) -> None:
