@@ -32,7 +32,7 @@ from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, Wo
 
 from jobs.engine.cluster import answers, starts_own_ray
 from jobs.engine.console import note_failure, say_to
-from jobs.engine.masking import masked
+from jobs.engine.masking import masked, printable
 from jobs.engine.ray_private import (
     DefaultFailurePolicy,
     FailureDecision,
@@ -54,7 +54,7 @@ _MAX_CHARACTERS = 300
 _NOT_STARTED = (WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError)
 _LOST_PROCESS = (NodeDiedError, ObjectLostError, RayActorError, RaySystemError, RpcError)
 _SECONDS_BETWEEN_LOOKS = 2.0
-_SHARE_OF_PATIENCE, _SHARE_TO_END = 0.75, 0.15  # of the seconds until Ray ends its processes itself
+_SHARE_OF_PATIENCE = 0.75  # of the seconds until Ray ends its processes itself
 
 
 def as_fatal(error: TrainingFailedError, directory: str, *, max_wait_minutes: float) -> FatalTrainingError:
@@ -233,16 +233,10 @@ class HeadWatch:
         message = self._describe_loss()
         if self._stop.is_set():
             return  # an error of Ray's has ended the run meanwhile
+        # At once: Ray may wait for the control service while it ends the run, and then end this process without a word.
+        print(printable(masked(message)), file=sys.stderr, flush=True)
         self.message = message
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        # Ray may wait for the control service while it ends the run, and would then end this process without a word.
-        if not self._stop.wait(_SHARE_TO_END * self._seconds):
-            from jobs.engine.command_line import FAILED, fail
-
-            with suppress(SystemExit):
-                fail(self.message, FAILED)
-            sys.stderr.flush()
-            os._exit(FAILED)
 
     def _find_address(self) -> str:
         # Kept, because Ray does not tell it any more once it is shut down.
