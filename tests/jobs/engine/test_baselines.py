@@ -56,23 +56,18 @@ def mirrored(tau: Tensor) -> Tensor:
 @pytest.mark.usefixtures("process_group")
 def test_temperatures_with_the_right_mean_and_the_wrong_spread_are_not_approved() -> None:
     assert of_tokens(lambda best: best)["temperature_verdict"] == BOTH
-    assert of_tokens(mirrored)["temperature_verdict"] == NEITHER
+    outcome = of_tokens(mirrored)
+    assert outcome["temperature_verdict"] == NEITHER
+    lines = dict(report.verdict_rows(outcome))
+    assert lines["learned τ"] == f"{NEITHER} (robust loss on validation data)"
+    assert any(name.startswith("  at MeanShift, ") for name in lines)
+    assert "WARNING" not in lines
+    assert report.verdict_rows({"validation": {}}) == []  # of a run without a TempNet
     too_warm = of_tokens(lambda best: 1.9 * best)
     assert too_warm["temperature_verdict"] == "does not beat the best constant τ"
     assert of_tokens(lambda best: torch.full_like(best, 0.9))["temperature_verdict"] == "constant"
     # Temperatures that the robust loss approves are judged by the cross-entropy if the training minimised that.
     assert of_tokens(lambda best: best, "ts_ce")["temperature_verdict"] != BOTH
-
-
-@pytest.mark.usefixtures("process_group")
-def test_the_report_says_it_in_one_line_and_shows_the_losses() -> None:
-    lines = dict(report.verdict_rows(of_tokens(mirrored)))
-    assert lines["learned τ"] == f"{NEITHER} (robust loss on validation data)"
-    assert any(name.startswith("  at MeanShift, ") for name in lines)
-    assert "WARNING" not in lines
-    lines = dict(report.verdict_rows(of_tokens(lambda best: torch.full_like(best, 0.9))))
-    assert "the TempNet is constant" in lines["WARNING"]
-    assert report.verdict_rows({"validation": {}}) == []  # This outcome is of a run without a TempNet.
 
 
 @pytest.mark.parametrize(

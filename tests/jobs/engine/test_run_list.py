@@ -46,14 +46,10 @@ def test_the_states_of_a_run(tmp_path: Path) -> None:
         assert (run.loss, run.tau_mean, run.seconds_left, run.failure) == (2.5, 0.8, 180.0, "")
         lease = json.loads((directory / LEASE_FILE).read_text())
         # It lives, but has shown no progress for long.
-        (directory / "progress.json").write_text(
-            json.dumps({"step": 40, "time": time.time() - 90, "seconds_per_note": 3.0})
-        )
-        assert only(str(tmp_path)).state == "stalled"
-        (directory / "progress.json").write_text(
-            json.dumps({"step": 40, "time": time.time() - 90, "seconds_per_note": 30.0})
-        )
-        assert only(str(tmp_path)).state == "running"
+        for seconds, state in ((3.0, "stalled"), (30.0, "running")):
+            late = {"step": 40, "time": time.time() - 90, "seconds_per_note": seconds}
+            (directory / "progress.json").write_text(json.dumps(late))
+            assert only(str(tmp_path)).state == state
         begin(str(directory), step=40)
         # A driver on another machine is believed for a minute.
         (directory / LEASE_FILE).write_text(json.dumps(lease | {"machine": "another"}))
