@@ -193,7 +193,7 @@ def test_a_trial_that_fails_beside_others_is_listed_as_failed(config: Any, monke
     for trial in group:
         claim_directory(trial.config)
     monkeypatch.setattr(trials, "make_plan_in_outage", lambda config: None)
-    monkeypatch.setattr(trials, "train_group", lambda *_, **__: ({}, {group[0].name: "the loss is nan"}))
+    monkeypatch.setattr(trials, "train_group", lambda *_, **__: {group[0].name: "the loss is nan"})
     assert [reason for _, reason in trials._run_side_by_side([group], {}, "", "")] == ["the loss is nan", ""]
     states = {run.name.rpartition("/")[2]: (run.state, run.failure) for run in list_runs(config.run.directory)}
     assert states[group[0].name][0] == "failed"
