@@ -10,7 +10,6 @@ from __future__ import annotations
 import bz2
 import codecs
 import io
-import itertools
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
@@ -71,8 +70,11 @@ class _Decompressed(io.RawIOBase):
 
 
 def open_decompressed(stream: Readable, num_bytes: int, line_format: ArchiveFormat) -> BinaryIO:
-    """Return the bytes of :func:`decompress` as a stream that cannot seek; reading it may raise DamagedError."""
-    return io.BufferedReader(_Decompressed(decompress(stream, num_bytes, line_format)), READ_BYTES)
+    """Return the decompressed bytes of a stream as one that cannot seek; reading it may raise DamagedError.
+
+    `num_bytes` is the expected size of the stream; it is checked for an uncompressed one, as a compressed one marks its end.
+    """
+    return io.BufferedReader(_Decompressed(_decompress(stream, num_bytes, line_format)), READ_BYTES)
 
 
 def compression_of(beginning: bytes) -> ArchiveFormat | None:
@@ -80,11 +82,7 @@ def compression_of(beginning: bytes) -> ArchiveFormat | None:
     return next((line_format for magic, line_format in _MAGIC.items() if beginning.startswith(magic)), None)
 
 
-def decompress(stream: Readable, num_bytes: int, line_format: ArchiveFormat) -> Iterator[bytes]:
-    """Yield the decompressed bytes in pieces of at most 32 MiB, usually of READ_BYTES or a block.
-
-    `num_bytes` is the expected size of the stream; it is checked for an uncompressed one, as a compressed one marks its end.
-    """
+def _decompress(stream: Readable, num_bytes: int, line_format: ArchiveFormat) -> Iterator[bytes]:
     if line_format is ArchiveFormat.JSONL:
         num_read = 0
         while chunk := stream.read(READ_BYTES):
@@ -96,17 +94,17 @@ def decompress(stream: Readable, num_bytes: int, line_format: ArchiveFormat) -> 
         # A quarter of the memory stays free for everything else.
         limit = min(_MAX_ZSTD_WINDOW_BYTES, psutil.virtual_memory().available * 3 // 4)
         decompressor = zstandard.ZstdDecompressor(max_window_size=max(limit, _SMALL_ZSTD_WINDOW_BYTES))
-        yield from _decompress(stream, "zstandard", decompressor.decompressobj)
+        yield from _decompress_frames(stream, "zstandard", decompressor.decompressobj)
     elif line_format is ArchiveFormat.JSONL_XZ:
         new_xz = partial(lzma.LZMADecompressor, memlimit=_MAX_XZ_BYTES)
-        yield from _decompress(stream, "xz", new_xz, READ_BYTES, padding=b"\0")
+        yield from _decompress_frames(stream, "xz", new_xz, READ_BYTES, padding=b"\0")
     elif line_format is ArchiveFormat.JSONL_BZ2:
-        yield from _decompress(stream, "bzip2", bz2.BZ2Decompressor, READ_BYTES, padding=b"\0")
+        yield from _decompress_frames(stream, "bzip2", bz2.BZ2Decompressor, READ_BYTES, padding=b"\0")
     else:
-        yield from _decompress(stream, "gzip", partial(zlib.decompressobj, zlib.MAX_WBITS | 16), padding=b"\0")
+        yield from _decompress_frames(stream, "gzip", partial(zlib.decompressobj, zlib.MAX_WBITS | 16), padding=b"\0")
 
 
-def _decompress(
+def _decompress_frames(
     stream: Readable, name: str, new: Callable[[], Any], *max_length: int, padding: bytes = b""
 ) -> Iterator[bytes]:
     """Decompress one frame after the other: only at the end of a frame may a stream end, or it was truncated."""
@@ -152,62 +150,29 @@ def lines_of(text: str) -> list[str]:
     return [line.removesuffix("\r") for line in text.split("\n")]
 
 
-def split_lines(chunks: Iterator[bytes]) -> Iterator[bytes | None]:
-    """Split chunks of bytes into lines; yield each line that is not blank, or None for an oversized line.
+def split_lines(stream: BinaryIO, start: int = 0, stop: int | None = None) -> Iterator[bytes | None]:
+    """Yield each line that is not blank, or None for an oversized one, of those that begin in start … stop−1.
 
-    Lines stay bytes, so that an invalid byte affects only its own line.
+    Without `stop`, lines are read to the end; a stream that ends before it raises DamagedError. Lines stay bytes, so that an
+    invalid byte affects only its own line.
     """
-    head = b""
-    while len(head) < len(codecs.BOM_UTF8) and (chunk := next(chunks, None)) is not None:
-        head += chunk
-    chunks = itertools.chain([head.removeprefix(codecs.BOM_UTF8)], chunks)
-    parts: list[bytes] = []
-    num_bytes = 0  # Length of the line so far; counting continues after `parts` has been discarded for its size.
-    for chunk in itertools.chain(chunks, [b"\n"]):
-        *ends, rest = chunk.split(b"\n")
-        for end in ends:
-            if num_bytes + len(end) > MAX_RECORD_BYTES:
-                yield None
-            elif line := b"".join([*parts, end]).strip():
-                yield line
-            parts, num_bytes = [], 0
-        num_bytes += len(rest)
-        if num_bytes <= MAX_RECORD_BYTES:
-            parts.append(rest)
-        else:
-            parts.clear()
-
-
-def read_line_range(file: BinaryIO, start: int, stop: int) -> Iterator[bytes]:
-    """Yield the bytes of the lines that begin in start … stop−1, with start < stop, in pieces of at most READ_BYTES.
-
-    Of a line that is longer than MAX_RECORD_BYTES, as much is yielded as shows that it is.
-    """
-    position = max(start - 1, 0)
-    file.seek(position)
-
-    def read() -> bytes:
-        nonlocal position
-        chunk = file.read(min(READ_BYTES, stop - position))
-        if not chunk:
+    position, line = 0, b"\n"
+    if start > 0:  # The first line of the range begins after the first newline from start−1 on.
+        position, line = stream.seek(start - 1), b""
+    mark, limit = codecs.BOM_UTF8 if start == 0 else b"", MAX_RECORD_BYTES + 2  # with the newline, and a byte too many
+    while stop is None or position < stop:
+        is_inside = not line.endswith(b"\n")  # within a line that began before the range, or that is oversized
+        most = READ_BYTES if is_inside else limit + len(mark)
+        line = stream.readline(most)
+        position += len(line)
+        if stop is not None and position < stop and len(line) < most and not line.endswith(b"\n"):
             raise DamagedError(f"the stream ends after {position} of {stop} bytes")
-        position += len(chunk)
-        return chunk
-
-    newline, chunk = b"", b""
-    while start > 0 and not newline:  # The first line of the range begins after the first newline from start−1 on.
-        if position == stop:
-            return  # A line that began earlier covers the whole range.
-        _, newline, chunk = read().partition(b"\n")
-    if position == stop and not chunk:
-        return
-    yield chunk
-    while position < stop:
-        yield (chunk := read())
-    num_after = 0
-    is_complete = chunk.endswith(b"\n")
-    while not is_complete and num_after <= MAX_RECORD_BYTES and (chunk := file.read(READ_BYTES)):
-        chunk, newline, _ = chunk.partition(b"\n")
-        is_complete = bool(newline)
-        num_after += len(chunk)
-        yield chunk
+        if not line:
+            return
+        if is_inside:
+            continue
+        content, mark = line.removeprefix(mark), b""
+        if len(content.removesuffix(b"\n")) > MAX_RECORD_BYTES:
+            yield None
+        elif stripped := content.strip():
+            yield stripped

@@ -36,9 +36,7 @@ from pipelines.lines import (
     DamagedError,
     compression_of,
     decode,
-    decompress,
     open_decompressed,
-    read_line_range,
     split_lines,
 )
 from pipelines.object_store import open_for_reading
@@ -171,11 +169,11 @@ def _read_part(uri: str, archive: Archive, text_field: str, part: Part) -> Itera
                 yield from _read_tar(file, name, text_field, part, behind)
         elif archive.format is ArchiveFormat.JSONL:
             where = f"{name}@{part.start}" if part.start else name
-            chunks = read_line_range(file, part.start, num_bytes if part.stop is None else part.stop)
-            yield from _read_lines(chunks, where, text_field, itertools.count(), lambda: 0)
+            lines = split_lines(file, part.start, num_bytes if part.stop is None else part.stop)
+            yield from _read_lines(lines, where, text_field, itertools.count(), lambda: 0)
         else:
-            chunks = decompress(file, num_bytes, archive.format)
-            yield from _read_lines(chunks, name, text_field, itertools.count(), num_unread)
+            lines = split_lines(open_decompressed(file, num_bytes, archive.format))
+            yield from _read_lines(lines, name, text_field, itertools.count(), num_unread)
 
 
 # ---- from a record to a document -------------------------------------------------------------------------------------
@@ -236,10 +234,10 @@ def _read_plain(stream: BinaryIO, where: str) -> Document | Problem:
 
 
 def _read_lines(
-    chunks: Iterator[bytes], name: str, text_field: str, indices: Iterator[int], num_unread: Callable[[], int]
+    lines: Iterator[bytes | None], name: str, text_field: str, indices: Iterator[int], num_unread: Callable[[], int]
 ) -> Iterator[Document | Problem]:
     try:
-        for line in split_lines(chunks):
+        for line in lines:
             yield _parse_line(line, f"{name}:{next(indices)}", text_field)
     except DamagedError as error:
         yield _report_truncated(name, str(error), num_unread())
@@ -274,8 +272,8 @@ def _read_tar(
                 detail = "a link, a sparse file or a device, not a plain file"
                 yield Problem(ProblemKind.IRREGULAR_MEMBER, where, detail)
                 continue
-            chunks = decompress(member, info.size, member_format)
-            yield from _read_lines(chunks, where, text_field, index, member.num_unread)
+            lines = split_lines(open_decompressed(member, info.size, member_format))
+            yield from _read_lines(lines, where, text_field, index, member.num_unread)
             if member.is_cut:  # The damage was already reported for the member, and the tar cannot be read further.
                 return
     except (tarfile.TarError, DamagedError) as error:  # The second, if the tar is compressed as a whole.

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from text_archive_support import tar
 
 from pipelines.archives import list_archives
-from pipelines.lines import MAX_RECORD_BYTES, decode, lines_of, read_line_range, split_lines
+from pipelines.lines import MAX_RECORD_BYTES, decode, lines_of, split_lines
 from pipelines.problems import Problem, ProblemKind
 from pipelines.text.reading import Document, Part, list_parts, read_documents
 
@@ -40,7 +40,7 @@ def test_every_line_belongs_to_the_range_in_which_it_begins(data: list[bytes], m
     starts, begins = list(range(0, len(data), size)), [0] + [at + 1 for at, byte in enumerate(data) if byte == 10]
     for start in starts:
         stop = min(start + size, len(data))
-        lines = list(split_lines(read_line_range(io.BytesIO(data), start, stop)))
+        lines = list(split_lines(io.BytesIO(data), start, stop))
         expected = [data[at:].split(b"\n")[0].removeprefix(mark).strip() for at in begins if start <= at < stop]
         assert lines == [line for line in expected if line]
 
@@ -59,7 +59,7 @@ def test_a_line_without_an_end_is_lost_once_and_ends_the_reading_soon() -> None:
     lines = [
         line
         for start in range(0, len(data), size)
-        for line in split_lines(read_line_range(io.BytesIO(data), start, min(start + size, len(data))))
+        for line in split_lines(io.BytesIO(data), start, min(start + size, len(data)))
     ]
     assert lines == [b"first", None, b"last"]
 
