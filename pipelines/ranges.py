@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -49,6 +49,7 @@ class RangeReader:
         self._open = lru_cache(maxsize=_NUM_OPEN_OBJECTS)(partial(RemoteObject, filesystem))
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="ranges")
         self._prefetch_pool = ThreadPoolExecutor(_NUM_PREFETCH_THREADS, thread_name_prefix="prefetch")
+        self._lock = threading.Lock()
         self._request: object = None
         """What was last asked for; None if there was no room for all of it, so that it is tried again."""
 
@@ -97,28 +98,29 @@ class RangeReader:
         self._request = request
         self._cache.now = frozenset(name_object(self._filesystem, path) for path in now)
         self._cache.near = frozenset(name_object(self._filesystem, path) for path in (*later, *before))
-        self._prefetch_pool.submit(self._prefetch_files, request, iter((*now, *later)), whole)
+        blocks = self._list_blocks((*now, *later), whole)
+        for _ in range(_NUM_PREFETCH_THREADS):
+            self._prefetch_pool.submit(self._prefetch_next, request, blocks)
 
-    def _is_wanted(self, request: object) -> bool:
-        # The interpreter waits for the threads of pools, which then have nothing to do, when the main thread has ended.
-        return self._request is request and threading.main_thread().is_alive()
-
-    def _prefetch_files(self, request: object, paths: Iterator[str], whole: bool) -> None:
-        """Let the blocks of the first file be fetched, and then those of the others."""
-        if self._is_wanted(request) and (path := next(paths, None)) is not None:
+    def _list_blocks(self, paths: Iterable[str], whole: bool) -> Iterator[tuple[RemoteObject, Block]]:
+        for path in paths:
             with suppress(OSError):  # Whoever reads the file gets the error.
                 remote = self._open(path)
-                for block in [remote.whole()] if whole else remote.blocks(0, remote.size):
-                    self._prefetch_pool.submit(self._prefetch_block, request, remote, block)
-            self._prefetch_pool.submit(self._prefetch_files, request, paths, whole)
+                yield from ((remote, block) for block in ([remote.whole()] if whole else remote.blocks(0, remote.size)))
 
-    def _prefetch_block(self, request: object, remote: RemoteObject, block: Block) -> None:
-        """Fetch a block, or give up what is still to be fetched for the request if there is no room for this one."""
-        assert self._cache is not None
+    def _prefetch_next(self, request: object, blocks: Iterator[tuple[RemoteObject, Block]]) -> None:
+        """Fetch a block and let the next one be fetched, or give up the request if there is no room for this one."""
+        with self._lock:
+            remote, block = next(blocks, (None, None)) if self._request is request else (None, None)
+        if remote is None or block is None or self._cache is None:
+            return
         size = block.end - block.begin
-        fetch = partial(remote.read, block.begin, size)
-        if self._is_wanted(request) and not self._cache.fetch(block.name, size, fetch) and self._request is request:
-            self._request = None
+        with suppress(OSError):
+            has_room = self._cache.fetch(block.name, size, partial(remote.read, block.begin, size))
+            if not has_room and self._request is request:
+                self._request = None
+        # This raises an error, which nobody sees, at the end of the program, which so waits for no more than what has begun.
+        self._prefetch_pool.submit(self._prefetch_next, request, blocks)
 
     def _open_block(self, remote: RemoteObject, block: Block) -> BinaryIO | None:
         """Open a block in the cache; None if there is no cache, or no room in it."""

@@ -28,7 +28,7 @@ import re
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -538,13 +538,9 @@ class LabelledSource:
 
     def __getitem__(self, rows: np.ndarray) -> LabelledSource:
         """Return a source of the examples in some rows."""
-        return LabelledSource(
-            token_ids=self.token_ids[rows],
-            token_types=None if self.token_types is None else self.token_types[rows],
-            lengths=self.lengths[rows],
-            labels=self.labels[rows],
-            num_cut=self.num_cut,
-        )
+        types = None if self.token_types is None else self.token_types[rows]
+        arrays = {"token_ids": self.token_ids[rows], "lengths": self.lengths[rows], "labels": self.labels[rows]}
+        return replace(self, token_types=types, **arrays)
 
     def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
         """Return n examples by row number; they are the same in every epoch.
