@@ -5,15 +5,15 @@
 
 Any two factors from 2 to 9 lead to the target, so that a target has 64 paths, two free choices each; product, sign and
 difference follow from them. Demonstrations prefer a product that is near: a path's probability falls as 1/(1 + distance).
-Nothing in them is wrong: what a model of them gets wrong is its own arithmetic. It never sees the targets of development
-and test. The answer is the pair of factors, and it is right if all that follows is right.
+Nothing in them is wrong: what a model of them gets wrong is its own arithmetic. The answer is the pair of factors, and it
+is right if all that follows is right.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -25,15 +25,12 @@ TARGETS = range(10, 100)
 NUM_NEW_TOKENS = 10
 """Tokens of the longest path, with the end."""
 _TEXT_LENGTH = 4 + NUM_NEW_TOKENS
-_PATH = re.compile(r"([2-9]) \* ([2-9]) = (\d(?: \d)?) ([+-]) (\d(?: \d)?)")
-
-Part = Literal["train", "development", "test"]
 
 
-def split_targets() -> dict[Part, tuple[int, ...]]:
-    """Return the targets of every part: 60, 15 and 15, the same for all seeds."""
+def split_targets() -> dict[str, list[int]]:
+    """Return the targets of the base, of training on rewards and of the verdict: 45, 30 and 15, the same for all seeds."""
     order = np.random.default_rng(0).permutation(np.array(TARGETS)).tolist()
-    return {"train": tuple(order[30:]), "development": tuple(order[:15]), "test": tuple(order[15:30])}
+    return {"base": order[30:75], "train": order[75:] + order[:15], "held_out": order[15:30]}
 
 
 def prompt_of(target: int) -> str:
@@ -66,15 +63,8 @@ def tokens_of(text: str) -> list[int]:
     return [WORDS.index(word) for word in text.split()]
 
 
-def check(target: int, text: str) -> tuple[tuple[int, int] | None, bool]:
-    """Return the factors of a path, None if it has another form, and whether it is right; nothing is executed."""
-    found = _PATH.fullmatch(" ".join(text.split()))
-    if found is None:
-        return None, False
-    first, second = int(found[1]), int(found[2])
-    return (first, second), found[0] == path_of(target, first, second)
-
-
 def verify(sample: Mapping[str, Any]) -> float:
-    """Return 1 if the text of a sample is a right path to the `target` of its prompt, else 0."""
-    return float(check(int(sample["target"]), str(sample["text"]))[1])
+    """Return 1 if the text of a sample is a right path to the `target` of its prompt, else 0; nothing is executed."""
+    text = " ".join(str(sample["text"]).split())
+    factors = re.match(r"([2-9]) \* ([2-9]) ", text)
+    return float(factors is not None and text == path_of(int(sample["target"]), int(factors[1]), int(factors[2])))

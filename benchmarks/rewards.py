@@ -15,20 +15,26 @@ A verdict of "better" must be one there, too.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import tyro
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from benchmarks.product_paths import NUM_NEW_TOKENS, WORDS, draw_texts, prompt_of, split_targets
-from benchmarks.small_models import make_model, word_tokenizer
-from benchmarks.small_models import train as train_on_texts
+from benchmarks.product_paths import END, NUM_NEW_TOKENS, WORDS, draw_texts, prompt_of, split_targets
+from benchmarks.small_models import minimise
 from jobs.engine.report import markdown_table
 from jobs.scoring.headroom.config import RewardHeadroom
 from jobs.scoring.headroom.rewards import conclude, measure, plan_of
@@ -54,7 +60,6 @@ class Arguments:
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of bases, networks and texts."""
     verifiers: tuple[Literal["paths", "signs"], ...] = ("paths", "signs")
-    """Verifiers."""
     num_steps_base: int = 700
     """Number of training steps of the base model."""
     num_steps: int = 100
@@ -69,19 +74,27 @@ def train_base(directory: Path, seed: int, num_steps: int, targets: Sequence[int
         return
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
-    base = make_model(len(WORDS), 16, 0, 0)
+    sizes: dict[str, Any] = {"vocab_size": len(WORDS), "n_positions": 16, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    none: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    base = GPT2LMHeadModel(GPT2Config(**sizes, **none, bos_token_id=0, eos_token_id=0))
 
-    def draw() -> tuple[Tensor, Tensor]:
+    def loss_of_texts() -> Tensor:
         texts = torch.from_numpy(draw_texts(128, targets, rng))
         followers = texts[:, 1:]
         is_end = (followers == 0).long()
         is_padding = is_end.cumsum(1) != is_end  # after the first end
-        return texts[:, :-1], followers.masked_fill(is_padding, -100)
+        logits = base(input_ids=texts[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1), followers.masked_fill(is_padding, -100).flatten())
 
-    loss = train_on_texts(base, draw, num_steps=num_steps, rate=4e-3, warmup_share=0.1, beta2=0.98, weight_decay=0.01)
+    cycle = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=4e-3, total_steps=num_steps, pct_start=0.1)
+    loss = minimise(loss_of_texts, base, cycle, num_steps=num_steps, rate=4e-3, beta2=0.98)
     print(f"seed {seed}: base model, loss {loss:.3f}", flush=True)
     base.save_pretrained(directory)
-    word_tokenizer(WORDS, unknown=WORDS[0]).save_pretrained(directory)
+    words = Tokenizer(WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token=END))
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, bos_token=END, eos_token=END, unk_token=END).save_pretrained(
+        directory
+    )
 
 
 def has_plus(sample: Mapping[str, Any]) -> float:
@@ -89,19 +102,14 @@ def has_plus(sample: Mapping[str, Any]) -> float:
     return float("+" in str(sample["text"]))
 
 
-def split() -> dict[str, tuple[int, ...]]:
-    """Return the targets of the base, of training on rewards and of the verdict: 45, 30 and 15."""
-    parts = split_targets()
-    return {"base": parts["train"][:45], "train": parts["train"][45:] + parts["development"], "held_out": parts["test"]}
-
-
 def run_cell(job: Arguments, seed: int, name: str) -> dict[str, Any]:
     """Return the figures of one seed and verifier."""
     directory = Path(job.output) / f"seed-{seed}"
-    train_base(directory / "base", seed, job.num_steps_base, split()["base"])
+    targets = split_targets()
+    train_base(directory / "base", seed, job.num_steps_base, targets["base"])
     files = {part: directory / f"{part}.jsonl" for part in ("train", "held_out")}
     for part, file in files.items():
-        lines = [{"id": target, "prompt": prompt_of(target), "target": target} for target in split()[part]]
+        lines = [{"id": target, "prompt": prompt_of(target), "target": target} for target in targets[part]]
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     verifier, reward = VERIFIERS[name]
     common: dict[str, Any] = {
@@ -156,24 +164,17 @@ def run_cell(job: Arguments, seed: int, name: str) -> dict[str, Any]:
 
 def table(cells: Mapping[tuple[str, int], dict[str, Any]]) -> str:
     """Return the figures of all cells, in points of reward."""
-    heading = (
-        "verifier, seed|best constant, its reward|headroom|it says|learned|it says|independent draw|over MeanShift"
-    )
-    rows = [[*heading.split("|"), "over shuffled"]]
+    heading = [
+        "verifier, seed", "best constant, its reward", "headroom", "it says", "learned", "it says", "independent draw",
+        "over MeanShift", "over shuffled",
+    ]  # fmt: skip
+    rows = [heading]
     for (name, seed), cell in cells.items():
-        rows.append(
-            [
-                f"{name}, {seed}",
-                f"{cell['best_constant']:g}, {100 * cell['constant_reward']:.1f} %",
-                points(cell["headroom"]),
-                cell["headroom_verdict"],
-                points(cell["gain"]),
-                cell["verdict"],
-                points(cell["independent"]),
-                points(cell["mean_shift"]),
-                points(cell["shuffled"]),
-            ]
-        )
+        promised, gained = points(cell["headroom"]), points(cell["gain"])
+        constant = f"{cell['best_constant']:g}, {100 * cell['constant_reward']:.1f} %"
+        others = [points(cell[key]) for key in ("independent", "mean_shift", "shuffled")]
+        says, found = cell["headroom_verdict"], cell["verdict"]
+        rows.append([f"{name}, {seed}", constant, promised, says, gained, found, *others])
     return markdown_table(rows)
 
 
@@ -181,14 +182,13 @@ def main(job: Arguments) -> None:
     """Make all cells that are not there, and print the table and whether every verdict of "better" is true."""
     output = Path(job.output)
     cells: dict[tuple[str, int], dict[str, Any]] = {}
-    for name in job.verifiers:
-        for seed in job.seeds:
-            file = output / f"{name}-{seed}.json"
-            if not file.exists():
-                cell = run_cell(job, seed, name)
-                file.write_text(json.dumps(cell, indent=1) + "\n")
-                print(f"{name}, seed {seed}: {cell['verdict']}", flush=True)
-            cells[name, seed] = cast(dict[str, Any], json.loads(file.read_text()))
+    for name, seed in itertools.product(job.verifiers, job.seeds):
+        file = output / f"{name}-{seed}.json"
+        if not file.exists():
+            cell = run_cell(job, seed, name)
+            file.write_text(json.dumps(cell, indent=1) + "\n")
+            print(f"{name}, seed {seed}: {cell['verdict']}", flush=True)
+        cells[name, seed] = json.loads(file.read_text())
     better = [cell for cell in cells.values() if cell["verdict"] == "better"]
     num_true = sum(cell["independent"]["mean"] > 0.0 for cell in better)
     print(f"\n{table(cells)}\n\n{num_true} of {len(better)} verdicts of better hold in an independent draw")
