@@ -2,13 +2,12 @@
 precision: that of PyTorch, or eight bits by torchao.
 
 accelerate gives every part of a spread model a hook, which moves the inputs of the part to its device. A weight that is
-kept in another memory ("offloaded" to that of the CPU or to a file) is brought there for the call only. Between calls it is
-on the device meta, without data, so that neither its values nor its device may be read from the parameter itself.
+"offloaded" to the memory of the CPU or to a file is brought there for the call only. Between calls it is on the device meta,
+without data, so that neither its values nor its device may be read from the parameter itself.
 
 With `int8` and `fp8` the weights of linear layers are held in eight bits, with a scale for every row, and are converted to
-bfloat16 for each product (weight-only quantisation). Embeddings and the output layer stay in bfloat16, so that logits and a
-folded TempNet are computed from the same weight. Such a model can be read and can be the frozen base of a TempNet, but its
-weights cannot be trained.
+bfloat16 for each product. Embeddings and the output layer stay in bfloat16, so that logits and a folded TempNet are computed
+from the same weight. Such a model can be read and can be the frozen base of a TempNet, but its weights cannot be trained.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ def run_device(part: nn.Module) -> torch.device:
 
 
 def input_device(base: Any) -> torch.device:
-    """Return the device of the input embeddings.
+    """Return the device of the input embeddings, where tokens are best given.
 
-    There tokens are best given, and logits come back to where the tokens were, so that a TempNet belongs there too. The
-    hidden states and the output weight of a model that is spread may be elsewhere.
+    Logits come back to where the tokens were, so that a TempNet belongs there too. The hidden states and the output weight
+    of a spread model may be elsewhere.
     """
     return run_device(base.get_input_embeddings())
 
@@ -113,8 +112,7 @@ def bytes_saved(model: Any) -> int:
 def hold_constant(model: nn.Module) -> None:
     """Make the weights in eight bits of a model that is not trained buffers instead of parameters.
 
-    DeepSpeed sends all parameters from one worker to the others, and moves them in a way that torchao's tensors do not
-    support.
+    DeepSpeed moves parameters between workers in a way that torchao's tensors do not support.
     """
     for part in model.modules():
         for name, weight in list(part.named_parameters(recurse=False)):
@@ -129,10 +127,7 @@ def constant_weights(model: nn.Module) -> Iterator[Tensor]:
 
 
 def check_precision(model: nn.Module, source: object) -> None:
-    """Check that a model has weights in eight bits if it was loaded so; GPT-2's layers, for example, are not linear ones.
-
-    Else ValueError is raised, which names the source and the kind of the model.
-    """
+    """Raise ValueError if a model was loaded in eight bits but has no such weights; GPT-2's layers are not linear ones."""
     # A model that somebody else has quantised otherwise is loaded as it is.
     wanted = getattr(getattr(model, "config", None), "quantization_config", None)
     if getattr(wanted, "quant_method", None) == "torchao" and not any(

@@ -1,15 +1,14 @@
-"""Distillation from a teacher whose predictions are given one entropy: the loss of a language model that learns from another.
+"""Distillation from a teacher whose predictions are given one entropy: the loss of a language model that learns from it.
 
 The student q = softmax(z_S) learns from the teacher p_τ = softmax(z_T/τ) by
 
     KL(p_τ ‖ q) = Σ_v p_τ(v)·(log p_τ(v) − log q(v)),
 
 with one temperature for each context. A *constant-entropy teacher* takes τ*(z_T), the temperature at which the entropy of
-every p_τ is H₀ = log V − ρ (the oracle of TempNet, Baseline2), so that contexts at which the teacher is nearly certain and
-contexts at which it is open teach equally much; a constant τ is the usual distillation (Hinton et al., arXiv 1503.02531, here
-with the student at τ = 1, whose own predictions are wanted).
+every p_τ is H₀ = log V − ρ (the oracle of TempNet, Baseline2), so that all contexts teach equally much; a constant τ is the
+usual distillation (Hinton et al., arXiv 1503.02531, here with the student at τ = 1, whose own predictions are wanted).
 
-:class:`DistilledCausalLM` is a model with this loss. Shapes: N tokens, V effective vocabulary.
+Shapes: N tokens, V effective vocabulary.
 """
 
 from __future__ import annotations
@@ -80,18 +79,16 @@ def distillation_loss(
     vocab_size: int,
     num_targets: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the loss of N tokens, a chunk of logits at a time; the backward pass computes the student's logits again.
+    """Return Σ KL(p_τ ‖ q) over the tokens that count, divided by their number, and the teacher's temperatures (N,).
+
+    A chunk of logits exists at a time; the backward pass computes the student's again.
 
     Args:
         student_contexts, teacher_contexts: (N, …) what each computes its logits from, the teacher's without a graph.
-        targets: (N,) targets; tokens with IGNORE_INDEX do not count. The others' values have no influence.
+        targets: (N,), IGNORE_INDEX for tokens that do not count.
         student_logits, teacher_logits: contexts (n, …) → logits (n, V) in float32.
-        temperature: temperature of the teacher.
-        vocab_size: V.
-        num_targets: divisor of the sum; by default the number of tokens that count.
-
-    Returns:
-        Σ KL(p_τ ‖ q) over the tokens that count, divided by their number, and the temperatures (N,) of the teacher.
+        temperature, vocab_size: temperature of the teacher, and V.
+        num_targets: divisor of the sum, if it is another.
     """
     num_rows = max(1, _NUM_LOGITS_PER_CHUNK // vocab_size)
     is_valid = targets != IGNORE_INDEX
@@ -115,9 +112,9 @@ def distillation_loss(
 class DistilledCausalLM(TemperatureCausalLM):
     """Causal language model `base`, the student, whose loss in training mode is KL(teacher at τ ‖ base).
 
-    In evaluation mode it is the cross-entropy at τ = 1 (`loss_config`, which also gives ρ and the range of τ for statistics).
-    The teacher, a causal LM over the same tokens, is frozen and not a submodule: it is neither trained nor saved, and every
-    process holds all of it. The other arguments, and the errors, are those of `TemperatureCausalLM`.
+    In evaluation mode it is the cross-entropy at τ = 1 (`loss_config`, which also gives ρ and the range of τ for
+    statistics). The teacher, a causal LM over the same tokens, is frozen and not a submodule: it is neither trained nor
+    saved. Other arguments and errors are those of `TemperatureCausalLM`.
     """
 
     def __init__(

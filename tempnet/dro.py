@@ -11,9 +11,8 @@ f is therefore convex in τ, and at an interior minimum the entropy is H(p) = lo
 entropy, and has a meaning only together with K. All functions compute in float32 at least (float64 stays float64), on
 logits minus their maximum, so that L/τ never overflows and the entropy does not suffer from cancellation.
 
-A logit of −inf (a banned or padded token) is not a contrast: it has weight 0, and K counts only the other logits of
-its row, so that all results are those of the row without it. NaN and +inf are invalid; the functions that solve for a
-temperature reject them.
+A logit of −inf (a banned or padded token) is not a contrast: all results are those of the row without it, also K. NaN and
++inf are invalid; the functions that solve for a temperature reject them.
 
 Shapes: N rows (tokens, images), K contrasts (for a language model, the effective vocabulary).
 """

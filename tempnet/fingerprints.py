@@ -14,7 +14,7 @@ def files_digest(paths: Iterable[Path], *, whole: bool = False) -> str:
     """Return a digest (24 hex digits) of the names, sizes and content of files.
 
     Of files above 2 MiB, 32 blocks of 64 KiB spread over the content are read, unless `whole` asks for all of it, as for
-    data of which a single value may change. Modification times are not included, so a copy has the same digest.
+    data of which a single value may change.
     """
     digest = hashlib.blake2b(digest_size=_DIGEST_SIZE)
     for path in paths:

@@ -105,8 +105,8 @@ def jackknife(statistic: Callable[[Tensor], Tensor], groups: Tensor) -> Interval
 def spearman_interval(x: Tensor, y: Tensor) -> Interval:
     """Return Spearman's rank correlation of two samples (N,) with its interval; N < 4 raises ValueError.
 
-    The interval is that of Fisher's z = artanh r with the standard error √((1 + r²/2)/(N − 3)) (Bonett and Wright, 2000,
-    Psychometrika 65), carried back to r; of its two ends the one farther from r counts.
+    It is that of Fisher's z = artanh r with the standard error √((1 + r²/2)/(N − 3)) (Bonett and Wright, 2000, Psychometrika
+    65), carried back to r; of its two ends the one farther from r counts.
     """
     if len(x) < 4:
         raise ValueError(f"a rank correlation with an interval needs 4 values, not {len(x)}")

@@ -2,8 +2,8 @@
 
 A TempNet is read from its own directory, from the directory of an exported model (`<model>/tempnet`), or from the
 files of the published LLaMA-2-Chat networks (`LLM-Opt/TempNet-LLaMA2-Chat-{7B,13B,70B}-v0.1`), which have the
-`released` configuration of the head. The LLaMA-1 and GPT-2 networks of the same authors have the same tensors under
-the same names, but a different range of τ and a different input.
+`released` configuration of the head. The LLaMA-1 and GPT-2 networks of the same authors differ in the range of τ and in
+the input.
 
 AutoDeco's checkpoints (arXiv 2510.26697, github.com/Zacks917/AutoDeco) hold a temperature head
 τ = 2·sigmoid(w2ᵀ relu(W1 h + b1) + b2) of the hidden state h, alone or beside the weights of the whole model. It is read
@@ -57,15 +57,13 @@ _GPT2_VOCABULARIES = (50_257, 50_304)  # The second one includes padding, as in 
 def load_tempnet(source: str | Path, *, head: PublishedHead | None = None) -> TempNet:
     """Load a TempNet; it is returned in eval mode.
 
-    Args:
-        source: a directory that `TempNet.save_pretrained` wrote, the directory or hub name of an exported model that contains
-            `tempnet/`, a published file or a directory with such files, the hub name of a published network, or the directory
-            or hub name of an AutoDeco checkpoint.
-        head: which of the authors' heads published files contain (:func:`released_tempnet`); by default it is inferred.
+    The source is a directory that `TempNet.save_pretrained` wrote, the directory or hub name of an exported model that
+    contains `tempnet/`, a published file or a directory with such files, the hub name of a published network, or the
+    directory or hub name of an AutoDeco checkpoint. `head` says which of the authors' heads published files contain
+    (:func:`released_tempnet`); by default it is inferred.
 
-    Raises:
-        FileNotFoundError: if the source does not exist or contains no TempNet.
-        ValueError: if the files hold something else, or it cannot be inferred which head they contain.
+    A source that does not exist or contains no TempNet raises FileNotFoundError; ValueError is raised if the files hold
+    something else, or it cannot be inferred which head they contain.
     """
     path = Path(source)
     if (directory := find_tempnet(source)) is not None:
@@ -112,16 +110,10 @@ def find_tempnet(source: str | Path) -> Path | None:
 def released_tempnet(state: Mapping[str, Tensor], *, head: PublishedHead | None = None) -> TempNet:
     """Create a network of the `released` configuration from the tensors of a published file, whose shapes give the sizes.
 
-    Args:
-        state: the tensors by name, with or without the prefix `tempnet.`.
-        head: "llama2", "llama1" or "gpt2", which differ in the range of τ and in the input of the network
-            (`TempNetConfig.released`). By default it is inferred: GPT-2 from its vocabulary size, and LLaMA-2 from a
-            vocabulary of 32 000 and a `scaler` with one dimension, which only the export of the LLaMA-2 networks
-            writes.
-
-    Raises:
-        ValueError: if a key is missing or unknown, the shapes do not fit together, the tensors contain NaN, or the head
-            cannot be inferred.
+    The names of the tensors may have the prefix `tempnet.`. The head is "llama2", "llama1" or "gpt2"
+    (`TempNetConfig.released`). By default it is inferred: GPT-2 from its vocabulary size, and LLaMA-2 from a vocabulary of
+    32 000 and a `scaler` with one dimension, which only the export of the LLaMA-2 networks writes. ValueError is raised if a
+    key is missing or unknown, the shapes do not fit together, the tensors contain NaN, or the head cannot be inferred.
     """
     state = {name.removeprefix(_RELEASED_PREFIX): value for name, value in state.items()}
     if set(state) != set(_RELEASED_KEYS):
@@ -172,14 +164,13 @@ def load_causal_lm(
     The TempNet is moved to the device of the model's input embeddings, where its logits arrive (`tempnet.devices`).
 
     Args:
-        model: local directory or hub name of a Transformers causal LM, or of an export. If the export holds only the
-            TempNet, the base model is loaded from where the export says it is (`tempnet.base_model`).
+        model: local directory or hub name of a Transformers causal LM, or of an export (`tempnet.base_model`).
         tempnet: source of the TempNet (see :func:`load_tempnet`). By default it is looked for in the model's directory.
         dtype: dtype of the base model; "int8" or "fp8" hold its weights in eight bits (`tempnet.devices`). The TempNet
             is always float32.
         trust_remote_code: whether to run code that comes with the model.
-        device_map: how to spread the base over the GPUs and the memory of this machine: "auto", another name that
-            Transformers knows, or name of a part → device. It needs accelerate. None: the base is on the CPU.
+        device_map: how to spread the base over the GPUs and the memory of this machine, by accelerate: "auto", another name
+            that Transformers knows, or name of a part → device. None: the base is on the CPU.
         fetch: returns a local path for a base model that an export refers to by a URI; by default URIs are refused.
         options: further options of `AutoModelForCausalLM.from_pretrained`.
 
@@ -196,10 +187,9 @@ def load_causal_lm(
 
 
 def check_vocabulary(base: PreTrainedModel | StoredBase, tempnet: TempNet) -> None:
-    """Check that a TempNet can read the logits of a base model; additional logits of the model are treated as padding.
+    """Check that a TempNet can read the logits of a base model, of which it may have more, as padding.
 
-    A TempNet on embeddings or on other hidden states, and fewer logits than the TempNet reads, raise ValueError, which names
-    both numbers.
+    A TempNet on embeddings or on other hidden states, and fewer logits than the TempNet reads, raise ValueError.
     """
     if tempnet.config.kind == "embeddings":
         raise ValueError("the TempNet reads embeddings, not the logits of a language model")
@@ -246,7 +236,7 @@ def _released_state(
     """Return the tensors of a published network, or an empty dictionary if there are none.
 
     `find` returns the local path of a file by its name, or None; `files` may hold the network alone. In the weights of a
-    whole model, the names of its tensors begin with `prefix`.
+    whole model, its names begin with `prefix`.
     """
     for name in files:
         if (path := find(name)) is not None:

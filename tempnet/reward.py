@@ -78,10 +78,7 @@ def surrogate_loss(tau: Tensor, statistics: TokenStatistics, advantages: Tensor,
 
 
 def leave_one_out(values: Tensor) -> Tensor:
-    """Return every value (G, ...) of a group less the mean of the others.
-
-    The differences are 0 for a group of one text, from which nothing can be learned.
-    """
+    """Return every value (G, ...) of a group less the mean of the others; 0 for a group of one text."""
     size = len(values)
     if size < 2:
         return torch.zeros_like(values)
@@ -89,22 +86,19 @@ def leave_one_out(values: Tensor) -> Tensor:
 
 
 def distinct_advantages(rewards: Tensor, answers: Sequence[Hashable]) -> Tensor:
-    """Return the advantages (G,) for the sum of the best rewards of the distinct answers of a group, from rewards R ≥ 0 (G,).
+    """Return the advantages (G,) for the sum of the best rewards of a group's distinct answers, from rewards R ≥ 0 (G,).
 
-    Text i adds m_i = max(0, R_i − the best R of the same answer among the others) to the sum. Since what the others are
-    worth without i is not changed by i, m_i is an unbiased reward for i. Its baseline is the mean of what each other text
-    adds to the group without i, which is not changed by i either.
+    Text i adds m_i = max(0, R_i − the best R of the same answer among the others) to the sum, which is an unbiased reward
+    for i, since what the others are worth without i is not changed by i. Its baseline is the mean of what each other text
+    adds to the group without i.
     """
-    own = rewards.new_zeros(len(answers))
-    baseline = rewards.new_zeros(len(answers))
+    own, baseline = rewards.new_zeros(2, len(answers))
     for answer in set(answers):
         members = [place for place, other in enumerate(answers) if other == answer]
         values = rewards[members].tolist()
-        added = [_added(values, i) for i in range(len(values))]
-        own[members] = rewards.new_tensor(added)
-        total = sum(added)
+        own[members] = rewards.new_tensor([_added(values, i) for i in range(len(values))])
         outside = [place for place, other in enumerate(answers) if other != answer]
-        baseline[outside] += total
+        baseline[outside] += sum(_added(values, i) for i in range(len(values)))
         for i, place in enumerate(members):  # without text i, others of the same answer may be worth more
             rest = values[:i] + values[i + 1 :]
             baseline[place] += sum(_added(rest, j) for j in range(len(rest)))

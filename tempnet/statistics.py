@@ -177,7 +177,7 @@ def summarise_tau(
     return {
         "tau_mean": mean,
         "tau_std": standard_deviation(sums["tau_squared"] / count, mean),
-        **tau_quantiles(histogram, tau_min, tau_max),
+        **{f"tau_q{round(100 * s):02d}": histogram_quantile(histogram, s, tau_min, tau_max) for s in QUANTILES},
         "tau_share_lower_bound": sums["num_at_lower_bound"] / count,
         "tau_share_upper_bound": sums["num_at_upper_bound"] / count,
     }
@@ -189,19 +189,13 @@ def standard_deviation(mean_square: float, mean: float) -> float:
 
 
 def histogram_of(tau: Tensor, tau_min: float, tau_max: float) -> Tensor:
-    """Count τ (of any shape) in NUM_HISTOGRAM_BINS equal bins over [τ₀, τ_max].
-
-    A value beyond an end of the range is counted in the bin at that end.
-    """
+    """Count τ (of any shape) in NUM_HISTOGRAM_BINS equal bins over [τ₀, τ_max]; the outer ones hold what is beyond."""
     bins = ((tau - tau_min) / (tau_max - tau_min) * NUM_HISTOGRAM_BINS).long().clamp(0, NUM_HISTOGRAM_BINS - 1)
     return torch.bincount(bins.flatten(), minlength=NUM_HISTOGRAM_BINS)
 
 
 def histogram_quantile(histogram: Tensor, share: float, tau_min: float, tau_max: float) -> float:
-    """Return the τ below which a share of a histogram's counts lies, interpolated within the bin.
-
-    The result is NaN for an empty histogram.
-    """
+    """Return the τ below which a share of a histogram's counts lies, interpolated within the bin; NaN if it is empty."""
     cumulative = histogram.cumsum(0)
     if cumulative[-1] == 0:
         return math.nan
@@ -210,13 +204,6 @@ def histogram_quantile(histogram: Tensor, share: float, tau_min: float, tau_max:
     within = (rank - (cumulative[index] - histogram[index])) / histogram[index].clamp(min=1)
     width = (tau_max - tau_min) / len(histogram)
     return tau_min + width * (index + float(within.clamp(0, 1)))
-
-
-def tau_quantiles(histogram: Tensor, tau_min: float, tau_max: float) -> dict[str, float]:
-    """Return the quantiles of τ that summaries contain (`tau_q05`, the median `tau_q50` and `tau_q95`), by name."""
-    return {
-        f"tau_q{round(100 * share):02d}": histogram_quantile(histogram, share, tau_min, tau_max) for share in QUANTILES
-    }
 
 
 def spearman(x: Tensor, y: Tensor) -> Tensor:

@@ -88,8 +88,8 @@ def autodeco_loss(
 ) -> Tensor:
     """Return the training loss of the heads, a scalar; the formula is in the docstring of this module.
 
-    It takes the frozen base's logits (N, V) and hidden states (N, d), the tokens of the text (N,), and the generator that the
-    tokens which are left out are drawn by.
+    It takes the frozen base's logits (N, V) and hidden states (N, d), the tokens of the text (N,), and the generator that
+    draws which tokens are left out.
     """
     logits = logits.detach().float()
     tau, share = heads(logits, hidden)

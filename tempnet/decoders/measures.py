@@ -9,14 +9,12 @@
     pass@k             probability that k of the n texts hold a correct one          Chen et al., arXiv 2107.03374
     distinct-correct   number of different answers that are correct
 
-Top-p, min-p and their like give some real tokens the probability 0, so their perplexity is infinite. The smoothed NLL is the
-ε-perplexity of Martins et al. (arXiv 2004.02644, §4.1), (q + ε)/(1 + ε·V), written as a mixture with the uniform distribution
-of share λ = ε·V/(1 + ε·V), so that it means the same for every vocabulary.
+The smoothed NLL is the ε-perplexity of Martins et al. (arXiv 2004.02644, §4.1), (q + ε)/(1 + ε·V), written as a mixture with
+the uniform distribution of share λ = ε·V/(1 + ε·V), so that it means the same for every vocabulary. A high self-BLEU means
+little diversity. A decoder that writes longer texts pays for more tokens, so `samples_at_equal_cost` says how many of its
+texts cost as much as k texts of a reference.
 
-Sums are kept for every document. Intervals treat the tokens of one document as dependent: those of NLL and Brier score are
-ratio estimators over documents, those of the ECE a jackknife over groups of documents. A high self-BLEU means little
-diversity. A decoder that writes longer texts pays for more tokens, so `samples_at_equal_cost` says how many of its texts
-cost as much as k texts of a reference.
+Sums are kept for every document. Intervals treat the tokens of one document as dependent (`tempnet.intervals`).
 
 Shapes: N tokens, V vocabulary, D documents, B bins.
 """
@@ -132,7 +130,7 @@ def self_bleu(texts: Sequence[Tokens], max_n: int = 4) -> float:
     exp(1 − r/c) for c < r, with c the length of the text and r that of the nearest one, the shorter one of two.
 
     The largest count of an n-gram among the others is the largest of all, or the second largest for a text that has the
-    largest itself. So the n-grams are counted once, and not once for every pair of texts.
+    largest itself, so that n-grams are counted once for all pairs of texts.
     """
     if len(texts) < 2:
         return math.nan

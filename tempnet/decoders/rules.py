@@ -11,12 +11,12 @@
     Shuffled              what was predicted for another token, drawn at random: the control for "which token gets which"
 
 The temperature comes before a truncation, as in Transformers; top-nσ keeps the same tokens at every τ. EDT and the dynamic
-range raise τ with the entropy; constant-entropy decoding (mirostat, the papers' robust loss) lowers it. Where llama.cpp is
-named, the rule is its sampler alone. σ is that of the population, and mirostat 2 (`llama_sampler_init_mirostat_v2`)
-begins with μ at twice the target and takes the surprise under q, in bits; the most probable token is always kept.
+range raise τ with the entropy; constant-entropy decoding (mirostat, the papers' robust loss) lowers it. σ is that of the
+population, and mirostat 2 (llama.cpp's `llama_sampler_init_mirostat_v2`) begins with μ at twice the target and takes the
+surprise under q, in bits; the most probable token is always kept.
 
 A rule has no side effects. What it remembers of a text (mirostat its bound) is a state with one entry per text, which the
-caller passes on, so that texts can be decoded together, one after another, or scored against given tokens.
+caller passes on.
 
 Shapes: … any leading dimensions, such as B texts or N tokens; T tokens of one text; V vocabulary, of which K tokens are not
 banned; d hidden size; M pool.
@@ -73,14 +73,9 @@ class Rule(ABC):
 def teacher_forced(
     rule: Rule, logits: Tensor, tokens: Tensor, hidden: Tensor | None = None, *, seed: int = 0
 ) -> Tensor:
-    """Return log q (T, V) of a rule for every position of one text, given the text's own tokens.
+    """Return log q (T, V) of a rule for every position of one text, given the text's own tokens (T,).
 
-    Args:
-        rule: the rule.
-        logits: (T, V) logits for each token.
-        tokens: (T,) tokens of the text, which a rule with memory advances by.
-        hidden: (T, d) hidden states.
-        seed: seed of the rule's state.
+    Logits are (T, V), hidden states (T, d); a rule with memory advances by the tokens, from the state of the seed.
     """
     state = rule.start(1, seed)
     if state is None:
@@ -113,7 +108,7 @@ def keep_only(log_probabilities: Tensor, kept: Tensor) -> Tensor:
 
 
 def nucleus(log_probabilities: Tensor, share: Tensor) -> Tensor:
-    """Return which tokens (…, V) top-p keeps of (…, V) where every row has its own share P (…,).
+    """Return which tokens (…, V) top-p keeps, for a share P (…,) of every row.
 
     These are the tokens before which, from the most probable one, less than P of the probability lies.
     """
@@ -257,7 +252,7 @@ class TopNSigma(Rule):
 class Mirostat(Rule):
     """Mirostat 2: a bound on the surprise of a token that is steered so that surprises have a wanted mean.
 
-    Its state is μ of every text; a given token that could not be drawn counts as one at the bound.
+    Its state is μ; a given token that could not be drawn counts as one at the bound.
     """
 
     target: float
@@ -286,8 +281,7 @@ class Mirostat(Rule):
 class Shuffled(Rule):
     """The predictions of a learned rule in random order: each token gets those of another one, whatever its context.
 
-    Its state is the 64-bit number of a congruential generator for each text, whose upper bits choose from the pool. So what
-    the tokens of a text get depends on seed and position alone.
+    Its state is the number of a 64-bit congruential generator, whose upper bits choose from the pool.
     """
 
     pool: Tensor

@@ -1,7 +1,7 @@
 """Divide the logits of a batch, each row as its request asks, by the temperatures that a TempNet predicts for them.
 
 Everything is computed on the device of the logits, for all rows at once, and nothing waits for the device. Rows without a
-temperature are divided by 1, which changes nothing and is cheaper than to take the others out and put them back.
+temperature are divided by 1, which is cheaper than to take the others out and put them back.
 
 Shapes: n rows, V effective vocabulary of the TempNet.
 """
@@ -24,18 +24,11 @@ _log = logging.getLogger("vllm.tempnet")  # vLLM shows what its own loggers say
 
 
 class BatchTemperatures:
-    """Applies a TempNet to rows of a server's logits.
+    """Applies a TempNet, which is put into eval mode and moved to the device of the logits, to rows of a server's logits.
 
-    A row of which a logit that is read is −∞ has been masked by the server already. Such rows keep their logits (τ = 1)
-    and are counted in `num_masked`.
-
-    Args:
-        tempnet: the temperature network. It is put into eval mode and moved to the device.
-        device: device of the logits.
-        hidden: what computes τ by way of the hidden state; None for a TempNet that reads all logits itself.
-
-    Raises:
-        ValueError: if the TempNet reads embeddings.
+    `hidden` computes τ by way of the hidden state; None for a TempNet that reads all logits itself. A row of which a logit
+    that is read is −∞ has been masked by the server already; it keeps its logits (τ = 1) and is counted in `num_masked`. A
+    TempNet on embeddings raises ValueError.
     """
 
     def __init__(self, tempnet: TempNet, device: torch.device | str, hidden: HiddenFromLogits | None = None) -> None:
@@ -54,12 +47,8 @@ class BatchTemperatures:
     ) -> BatchTemperatures:
         """Load the TempNet of a server and, of the model that it serves, the output layer (:func:`load_output_layer`).
 
-        A TempNet on logits alone reads all of them where they do not lead to the hidden state.
-
-        Raises:
-            OSError: if a file cannot be read.
-            ValueError: if the TempNet reads embeddings, or hidden states that the logits do not determine
-                (:class:`HiddenFromLogits`).
+        A TempNet on logits alone reads all of them where they do not lead to the hidden state. A file that cannot be read
+        raises OSError; a TempNet on embeddings, or on hidden states that the logits do not determine, ValueError.
         """
         temperatures = cls(load_tempnet(source), device)
         tempnet = temperatures.tempnet
@@ -80,11 +69,7 @@ class BatchTemperatures:
         return self.tempnet.config.inference_tau_max
 
     def check_logits(self, num_logits: int) -> None:
-        """Check that a model's logits are enough for the TempNet; additional ones are padding.
-
-        Raises:
-            ValueError: if the model has fewer logits than the TempNet reads.
-        """
+        """Raise ValueError if a model has fewer logits than the TempNet reads; additional ones are padding."""
         if num_logits < self.vocab_size:
             raise ValueError(
                 f"the TempNet was built for a vocabulary of {self.vocab_size}, the served model has {num_logits} logits"
@@ -99,10 +84,9 @@ class BatchTemperatures:
     def predict(self, logits: Tensor, settings: Tensor, state: Tensor | None = None) -> Tensor:
         """Return τ (n,) in float32 of logits (n, V or more), with the setting (n,) of each row.
 
-        `state` (n, d) are their hidden states, for a TempNet that reads them and has no `hidden` to find them.
-
         A positive setting is τ_max of predicted temperatures, a negative one −τ of a constant, and 0 is τ = 1. τ − τ₀ is
         proportional to τ_max − τ₀, so that one pass through the network serves every τ_max. A τ_max below τ₀ gives τ₀.
+        `state` (n, d) are hidden states, for a TempNet that reads them and has no `hidden`.
         """
         raw, low = logits[:, : self.vocab_size], self.tempnet.config.tau_min
         if self.hidden is None:
@@ -118,9 +102,7 @@ class BatchTemperatures:
     def divide(self, logits: Tensor, settings: Tensor) -> Tensor:
         """Divide logits (n, V or more) by their τ in place, set those beyond V to −∞ where there is one, and return them.
 
-        Args:
-            logits: (n, V or more) raw logits of a batch.
-            settings: (n,) settings of its rows, as :meth:`predict` takes them.
+        The settings (n,) of the rows are those of :meth:`predict`.
         """
         logits /= self.predict(logits, settings).to(logits.dtype).unsqueeze(-1)
         logits[:, self.vocab_size :].masked_fill_((settings != 0.0).unsqueeze(-1), -math.inf)

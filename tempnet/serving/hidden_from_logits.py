@@ -7,11 +7,10 @@ y = cap⁻¹(z) − b,
     s = (C W)⁺ y                       (C W)⁺ = G⁻¹ Wᵀ C,   G = Wᵀ C W (d, d)
 
 is read from n = 1.25 d logits, in blocks spread evenly over the vocabulary, or from twice as many, and so on, until τ is
-right. A step then passes over the logits of its batch for one purpose only, the division by τ. TempNet's first layer reads
-s/‖s‖, and, if z = W s, also z/‖z‖ from the same numbers: W1 z = (W1 W) s, and with the eigenvectors U and eigenvalues λ of
-WᵀW, ‖z‖² = Σ λ_i t_i² for t = Uᵀ s, whose norm is that of s. Therefore t is computed, by the matrix Uᵀ (C W)⁺ (d, n), which
-has two bytes a number unless the model is served in float32. A TempNet that reads logits which are no product, because of a
-bias or a soft-cap, or their maximum, reads all of them itself.
+right. TempNet's first layer reads s/‖s‖, and, if z = W s, also z/‖z‖ from the same numbers: W1 z = (W1 W) s, and with the
+eigenvectors U and eigenvalues λ of WᵀW, ‖z‖² = Σ λ_i t_i² for t = Uᵀ s, whose norm is that of s. Therefore t is computed, by
+the matrix Uᵀ (C W)⁺ (d, n), which has two bytes a number unless the model is served in float32. A TempNet that reads logits
+which are no product, because of a bias or a soft-cap, or their maximum, reads all of them itself.
 
 The systems are solved in float64 by a Cholesky factorisation, once. Then τ is compared with the true one on random states
 whose logits are computed in the dtype of W, and a TempNet that would be wrong by more than `MAX_TAU_ERROR` is refused.
@@ -47,15 +46,10 @@ _BLOCK = 32  # neighbouring logits, 128 bytes of a GPU's memory
 
 
 class HiddenFromLogits:
-    """Computes the τ of a TempNet from the logits of a base model, by way of the hidden state.
+    """Computes the τ of a TempNet, which is put into eval mode, from the logits of a base model, or of its output layer.
 
-    Attributes:
-        figures: n, the largest relative error of τ on the random states, and the condition number of C W, as text.
-
-    Args:
-        tempnet: the temperature network, of a kind other than embeddings; it is put into eval mode.
-        base: the base model, or its output layer (:func:`load_output_layer`).
-        device: device of the logits; by default that of the TempNet.
+    `device` is that of the logits, by default that of the TempNet. `figures` are n, the largest relative error of τ on the
+    random states, and the condition number of C W, as text.
 
     Raises:
         ValueError: if the logits of the base do not follow from its hidden state, or do not determine it, or τ would be
@@ -208,13 +202,9 @@ def load_output_layer(
 ) -> StoredBase:
     """Read the output layer of a model without the rest of its weights.
 
-    Args:
-        source: local directory or hub name of a Transformers causal LM with safetensors files.
-        revision: commit or branch on the hub.
-        dtype: dtype that the model is served in; by default that of the files.
-
-    Raises:
-        ValueError: if the files hold no such weight, or the logits do not follow from the hidden state.
+    The source is a local directory or hub name (at a revision) of a Transformers causal LM with safetensors files; `dtype`
+    is that in which it is served, by default that of the files. ValueError if the files hold no such weight, or the logits
+    do not follow from the hidden state.
     """
     config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     with torch.device("meta"):

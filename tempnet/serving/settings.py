@@ -68,8 +68,7 @@ class RequestTemperature:
     def parse(cls, arguments: Mapping[str, Any] | None) -> RequestTemperature:
         """Read the arguments of a request; those whose names do not begin with "tempnet" are ignored.
 
-        Raises:
-            ValueError: if a name or value is not legal; the message names the argument, the value and what is legal.
+        A name or value that is not legal raises ValueError, which names the argument, the value and what is legal.
         """
         given = {name: value for name, value in (arguments or {}).items() if value is not None}
         if unknown := [name for name in given if name.startswith(SWITCH_ARGUMENT) and name not in _ARGUMENTS]:
@@ -100,11 +99,7 @@ class RequestTemperature:
 
 
 def is_on_by_default() -> bool:
-    """Return whether TEMPNET_DEFAULT applies the TempNet to requests that do not say.
-
-    Raises:
-        ValueError: if the variable holds something else than a switch.
-    """
+    """Return whether TEMPNET_DEFAULT applies the TempNet to requests that do not say; ValueError if it is no switch."""
     return _parse_switch(DEFAULT_VARIABLE, os.environ.get(DEFAULT_VARIABLE) or "off")
 
 

@@ -37,15 +37,10 @@ class _Processor:
     """Custom logit processor that divides logits by predicted temperatures; see the docstring of this module."""
 
     def __call__(self, logits: Tensor, custom_param_list: Sequence[Mapping[str, Any] | None] | None = None) -> Tensor:
-        """Return logits/τ, changed in place.
+        """Return logits/τ, changed in place, of the requests that named this processor.
 
-        Args:
-            logits: (n, V or more) raw logits of the requests that named this processor.
-            custom_param_list: arguments of each request; None for a request without any.
-
-        Raises:
-            RuntimeError: if TEMPNET_PATH is not set.
-            ValueError: if the model has fewer logits than the TempNet reads.
+        It takes raw logits (n, V or more), and the arguments of each request, or None. Without TEMPNET_PATH RuntimeError is
+        raised, and if the model has fewer logits than the TempNet reads, ValueError.
         """
         if (source := network_path()) is None:
             raise RuntimeError(f"{PATH_VARIABLE} is not set: start the server with the path of a TempNet in it")

@@ -1,15 +1,14 @@
 """Logits processor for vLLM, found by the entry point group `vllm.logits_processors`.
 
-vLLM has two interfaces: that of its V1 engine, which tells a processor how the rows of its batch change, and that of
-its newer model runner, which gives every request a slot and tells which slot each row of a step belongs to. Both
-look for processors under the same entry point, and each requires its own base class. `TempNetLogitsProcessor` is
-therefore derived from the classes of both, as far as the installed version has them, and recognises the interface by
-the arguments of its constructor. Without vLLM it can be imported too.
+vLLM has two interfaces: that of its V1 engine, which tells a processor how the rows of its batch change, and that of its
+newer model runner, which gives every request a slot and tells which slot each row of a step belongs to. Each requires its
+own base class. `TempNetLogitsProcessor` is derived from both, as far as the installed version has them, and recognises the
+interface by the arguments of its constructor. Without vLLM it can be imported too.
 
 It needs raw logits. In V1 it declares that it may change the largest logit, although it does not, because only such
 processors run before penalties and the request's temperature. A request that asks for predicted temperatures and
-also for something that changes the logits before is refused. If the default applies them (`tempnet.serving.settings`), such a
-request is served without them.
+also for something that changes the logits before is refused; if the default applies them (`tempnet.serving.settings`), it is
+served without them.
 """
 
 from __future__ import annotations
@@ -52,11 +51,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def check_sampling(parameters: Any) -> None:
-    """Reject sampling parameters of a vLLM request under which τ would be another one than predicted from raw logits.
+    """Raise ValueError for sampling parameters of a vLLM request under which τ is not that of raw logits.
 
-    Raises:
-        ValueError: if the request would get no temperatures, or wrong ones; the message names the parameter, its
-            value and the legal value.
+    The message names the parameter, its value and the legal value.
     """
     for name, neutral in _NEUTRAL.items():
         value = getattr(parameters, name, neutral[0])
@@ -103,10 +100,7 @@ class _Processor:
     def __init__(self, vllm_config: Any, second: Any, is_pin_memory: bool | None = None) -> None:
         """Load the TempNet, if the server has one.
 
-        Args:
-            vllm_config: configuration of the server.
-            second: the device in V1; the state of requests in the newer model runner.
-            is_pin_memory: given in V1 only.
+        `second` is the device in V1, where `is_pin_memory` is given; the state of requests in the newer model runner.
         """
         device = second if is_pin_memory is not None else second.device
         self.temperatures = _load(vllm_config, device)
@@ -126,11 +120,7 @@ class _Processor:
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Reject a request that asks for temperatures and for something that excludes them.
-
-        Raises:
-            ValueError: if an argument has a wrong value, or parameters exclude each other (:func:`check_sampling`).
-        """
+        """Reject, by ValueError, a wrong value, and a request for temperatures with something that excludes them."""
         if RequestTemperature.parse(getattr(sampling_params, "extra_args", None)).is_ever_on:
             check_sampling(sampling_params)
 
