@@ -1,8 +1,8 @@
 """The base model of a TempNet: loaded from its own files, or from where an export that holds only the TempNet says it is.
 
-An export of a frozen run need not repeat the base, which may be a thousand times as large as the TempNet. It then has
-the configuration and the tokenizer of the base and, instead of weights, a file `base_model.json` with the path, URI or
-hub name of the base and a digest of its weights, so that another model at the same place is recognised.
+An export of a frozen run need not repeat the base, which may be a thousand times as large as the TempNet. It then has,
+instead of weights, a file `base_model.json` with the path, URI or hub name of the base and a digest of its weights, so that
+another model at the same place is recognised.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers.quantizers import AutoHfQuantizer
 
 from tempnet.devices import check_precision
 from tempnet.fingerprints import files_digest
-from tempnet.weights import check_weight_files, check_weights, load_fitting
+from tempnet.weights import check_weight_files, check_weights, first_line, load_fitting
 
 BASE_FILE = "base_model.json"
 """Name of the file in an export, or in a run's directory, that says which base model belongs to it."""
@@ -71,9 +71,8 @@ def read_reference(model: str | Path) -> BaseReference | None:
 def base_digest(place: str, *, parts: Sequence[str] = ("",), configurations: Collection[str] = ("config.json",)) -> str:
     """Return the digest of a base model for :class:`BaseReference`: of a local directory or, by its commit, of a hub name.
 
-    That of a directory is the digest of its configuration and its files of weights (`tempnet.fingerprints.files_digest`), so
-    it does not depend on the tokenizer or on the path. `parts` are the directories that hold the files, relative to `place`;
-    those that do not exist are left out. `configurations` are the names of the files of the configuration.
+    That of a directory is the digest (`tempnet.fingerprints.files_digest`) of the files of weights, and of configurations
+    with these names, in its `parts`, as far as they exist.
     """
     if Path(place).is_dir():
         files = [
@@ -91,12 +90,8 @@ def base_digest(place: str, *, parts: Sequence[str] = ("",), configurations: Col
 def read_config(place: str | Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
     """Return the configuration of a causal language model at a local path or hub name, without looking at its weights.
 
-    A composite model (text and images, as Gemma 3) is a causal language model, too; what belongs to its text is
-    `get_text_config()` of its configuration.
-
-    Raises:
-        ValueError: in one line, if there is no model, an adapter without its model, a model of another kind, or one whose
-            weights are quantised by a library that is missing here.
+    A composite model (text and images, as Gemma 3) is accepted. ValueError is raised, in one line, if there is no model, an
+    adapter without its model, a model of another kind, or one whose weights are quantised by a library that is missing here.
     """
     directory = Path(place)
     if (directory / _ADAPTER_FILE).is_file() and not (directory / "config.json").is_file():
@@ -107,8 +102,7 @@ def read_config(place: str | Path, *, trust_remote_code: bool = False) -> Pretra
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
     except Exception as error:  # a configuration of a stranger may raise any exception
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(f"{place} is no Transformers model directory or hub name: {reason[0]:.300}") from error
+        raise ValueError(f"{place} is no Transformers model directory or hub name: {first_line(error):.300}") from error
     has_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     is_encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
     is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or has_code
@@ -133,8 +127,7 @@ def _check_quantisation(place: str | Path, config: PretrainedConfig) -> None:
     try:
         AutoHfQuantizer.from_config(values, pre_quantized=True).validate_environment()
     except (ImportError, KeyError, ValueError, TypeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{place} holds weights quantised by {method}: {remedy}. {reason:.200}") from error
+        raise ValueError(f"{place} holds weights quantised by {method}: {remedy}. {first_line(error):.200}") from error
     except RuntimeError:
         pass  # there is no GPU here, but perhaps where the model is to run
 
@@ -142,11 +135,8 @@ def _check_quantisation(place: str | Path, config: PretrainedConfig) -> None:
 def find_base(model: str | Path, *, fetch: Callable[[str], str] = str) -> tuple[str, str | None]:
     """Return where the weights of a model or export are, a local path or a hub name, and the commit if it is fixed.
 
-    `fetch` returns a local path for the URI of a base model; by default URIs are refused.
-
-    Raises:
-        FileNotFoundError: if the base model that an export refers to is missing.
-        ValueError: if another model is there now.
+    `fetch` returns a local path for the URI of a base model; by default URIs are refused. A base model that an export refers
+    to and that is missing raises FileNotFoundError, another one in its place ValueError.
     """
     reference = read_reference(model)
     if reference is None:
@@ -166,12 +156,8 @@ def find_base(model: str | Path, *, fetch: Callable[[str], str] = str) -> tuple[
 def load_base(model: str | Path, *, fetch: Callable[[str], str] = str, **options: Any) -> PreTrainedModel:
     """Load a base model, or that of an export (:func:`find_base`), and check its weights.
 
-    `options` are those of `AutoModelForCausalLM.from_pretrained`, such as `dtype`.
-
-    Raises:
-        FileNotFoundError, ValueError: see :func:`find_base`; also if weights are truncated, missing, of other shapes, or
-        contain
-            NaN.
+    `options` are those of `AutoModelForCausalLM.from_pretrained`. The errors are those of :func:`find_base`; also ValueError
+    if weights are truncated, missing, of other shapes, or contain NaN.
     """
     place, revision = find_base(model, fetch=fetch)
     check_weight_files(place)

@@ -33,8 +33,7 @@ class TrainerLoss:
     `jobs.train_lm` computes the same loss, such as `TemperatureLossConfig(name="proper", rho=0.0)`, without them.
 
     With several processes set `ddp_find_unused_parameters=False` in the `TrainingArguments`: else DistributedDataParallel
-    takes the TempNet, which runs after the model, for unused, and fails with "Expected to mark a variable ready only once".
-    FSDP and ZeRO 3 were not tried.
+    fails with "Expected to mark a variable ready only once". FSDP and ZeRO 3 were not tried.
     """
 
     def __init__(self, model: nn.Module, tempnet: TempNet, config: TemperatureLossConfig) -> None:
@@ -44,12 +43,10 @@ class TrainerLoss:
         model.add_module("tempnet", tempnet)
 
     def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """Return the loss of a batch.
+        """Return the loss of a batch, from the model's outputs with `logits` (B, T, V or more).
 
-        Args:
-            outputs: what the model returned, with `logits` (B, T, V or more).
-            labels: (B, T) labels as Transformers has them: not shifted, -100 where there is none.
-            num_items_in_batch: divisor of the sum over tokens, from the trainer.
+        The labels (B, T) are as Transformers has them: not shifted, -100 where there is none. `num_items_in_batch` is the
+        trainer's divisor of the sum over tokens.
         """
         logits = outputs.logits[:, :-1, : self.tempnet.config.input_size].flatten(0, 1)
         targets = labels[:, 1:].flatten().to(logits.device)
@@ -120,14 +117,14 @@ class _PairLoss(nn.Module):
 class SentencePairLoss(_PairLoss):
     """Contrastive loss of (anchor, positive) pairs for `sentence_transformers.SentenceTransformerTrainer`.
 
-    It is any loss of `tempnet.contrastive.config` but cyclip. Those that keep a state per sample (sogclr, isogclr,
-    tempnet) need `num_samples`, the number N of training pairs, and read the sample's id from the data set's column
-    `label`; those whose γ falls (fastclip, neuclip) need `num_steps`, the number of training batches of this process. A loss
-    with a TempNet makes a new one for the embeddings of the `SentenceTransformer`, unless one is given. Networks begin at
-    random: `loss.tempnet.init_prototypes` and `loss.bimodal.image_normaliser.init_prototypes` set them to embeddings.
+    It is any loss of `tempnet.contrastive.config` but cyclip. Those that keep a state per sample (sogclr, isogclr, tempnet)
+    need `num_samples`, the number N of training pairs, and read the sample's id from the data set's column `label`; those
+    whose γ falls (fastclip, neuclip) need `num_steps`, the number of training batches of this process. A loss with a TempNet
+    makes a new one for the embeddings of the `SentenceTransformer`, unless one is given. Networks begin at random:
+    `loss.tempnet.init_prototypes` and `loss.bimodal.image_normaliser.init_prototypes` set them to embeddings.
 
-    The trainer's checkpoints hold the encoder alone. To resume, every process saves its `loss.state_dict()` beside them, in a
-    callback's `on_save`, and loads it before `train(resume_from_checkpoint=…)`: else networks, temperatures, state and γ
+    The trainer's checkpoints hold the encoder alone. To resume, every process saves its `loss.state_dict()` beside them, in
+    a callback's `on_save`, and loads it before `train(resume_from_checkpoint=…)`: else networks, temperatures, state and γ
     begin anew, without a word.
 
     With several processes all samples are negatives of each other, and the gradients of the loss's own parameters are

@@ -15,8 +15,6 @@ The pooling has the form of the optimality condition of the robust loss (Lemma 5
 float32, whatever dtype the base model uses.
 
 Shapes: N rows, d0 input size, d hidden state of a language model, d1 hidden size, d2 prototypes.
-
-huggingface_hub is imported where it is used, because `import tempnet` should be quick.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ import math
 import re
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -35,7 +33,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tempnet.network_config import TempNetConfig, read_json
+from tempnet.network_config import TempNetConfig, read_fields
 from tempnet.weights import check_weight_files, check_weights
 
 CONFIG_FILE = "config.json"
@@ -90,15 +88,9 @@ class TempNet(nn.Module):
     def forward(self, inputs: Tensor, state: Tensor | None = None, *, state_product: Tensor | None = None) -> Tensor:
         """Return temperatures (...,) in float32 for logits or embeddings (..., d0).
 
-        They lie between τ₀ and τ_max, or τ_max_eval in eval mode.
-
-        Args:
-            inputs: logits or embeddings; a network on hidden states alone reads nothing of them.
-            state: (..., d) hidden states, for the kinds `hidden` and `both`.
-            state_product: (..., d1) what :meth:`state_product` returns for them, in their place.
-
-        Raises:
-            ValueError: if the input has another size than d0, or the hidden states are missing.
+        They lie between τ₀ and τ_max, or τ_max_eval in eval mode. Networks of the kinds `hidden` and `both` read hidden
+        states (..., d) or, in their place, what :meth:`state_product` returns for them, (..., d1); the first of these read
+        nothing else. An input of another size than d0, and missing hidden states, raise ValueError.
         """
         if self.config.reads_state and state is None and state_product is None:
             raise ValueError(
@@ -154,10 +146,7 @@ class TempNet(nn.Module):
         return F.linear(state, self.state_weight)
 
     def from_first_product(self, product: Tensor) -> Tensor:
-        """Return τ for the product W1 x, W1 h or W1 x + S h, (..., d1), of the first layer.
-
-        Other code may have computed it without x (`tempnet.softmax.linear`).
-        """
+        """Return τ for the product W1 x, W1 h or W1 x + S h, (..., d1), of the first layer."""
         assert self.transform is not None
         return self._temperature(self.transform[1:](product + self.first_layer.bias))
 
@@ -170,25 +159,23 @@ class TempNet(nn.Module):
         """Return the transformed input v (..., d1)."""
         return x if self.transform is None else self.transform(x)
 
-    def prototype_scores(self, v: Tensor) -> Tensor:
-        """Return the prototypical logits u (..., d2)."""
+    def _temperature(self, v: Tensor) -> Tensor:
+        """Return τ (...,) for the transformed input v; in eval mode τ_max_eval takes the place of τ_max."""
+        config, score = self.config, self._pool(self._project(v))
+        tau_max = config.tau_max if self.training else config.inference_tau_max
+        return (tau_max - config.tau_min) * torch.sigmoid(score) + config.tau_min
+
+    def _project(self, v: Tensor) -> Tensor:
         if self.projection is None:
             return v
         if self.config.kind == "embeddings":
             return v @ F.normalize(self.projection, dim=0)
         return F.linear(v, self.projection, self.projection_bias)
 
-    def _temperature(self, v: Tensor) -> Tensor:
-        """Return τ (...,) for the transformed input v; in eval mode τ_max_eval takes the place of τ_max."""
-        config, score = self.config, self._pool(self.prototype_scores(v))
-        tau_max = config.tau_max if self.training else config.inference_tau_max
-        return (tau_max - config.tau_min) * torch.sigmoid(score) + config.tau_min
-
     def _pool(self, u: Tensor) -> Tensor:
         if self.config.pooling == "linear":
-            # Dividing by d2 gives a mean on the same scale as the parametric pooling, since both use the same
-            # learning rate. A sum over the prototypes, which all change at once, would saturate the sigmoid after a
-            # single step.
+            # Dividing by d2 gives a mean on the same scale as the parametric pooling. A sum over the prototypes, which all
+            # change at once, would saturate the sigmoid after a single step.
             pooled = self.final(u / u.shape[-1]).squeeze(-1)
         else:
             attention = torch.softmax(u * torch.exp(-self.log_phi), dim=-1) - 1.0 / u.shape[-1]
@@ -229,7 +216,7 @@ class TempNet(nn.Module):
         """Upload the network with a model card to a repository (owner/name) of the Hugging Face Hub, and return its address.
 
         The login is that of `hf auth login` or $HF_TOKEN. A new repository is made if necessary. The card names
-        `base_model`, the hub name of the model whose logits, hidden states or embeddings the network reads.
+        `base_model`, the hub name of the model that the network belongs to.
         """
         from huggingface_hub import HfApi
 
@@ -245,11 +232,8 @@ class TempNet(nn.Module):
         """Read a network that :meth:`save_pretrained` or :meth:`push_to_hub` wrote; it is returned in eval mode.
 
         It is in a local directory, or in the root of a repository (owner/name) on the hub; `tempnet.loading.load_tempnet`
-        also finds one beside a model, and the published networks.
-
-        Raises:
-            FileNotFoundError: if one of the two files is missing; the message names the directory and the file.
-            ValueError: if the configuration has unknown fields, or the weights are truncated or contain NaN.
+        also finds others. A missing file raises FileNotFoundError, which names directory and file; unknown fields of the
+        configuration, and weights that are truncated or contain NaN, ValueError.
         """
         name = str(directory)
         directory = Path(directory)
@@ -259,15 +243,19 @@ class TempNet(nn.Module):
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if not (directory / name).is_file():
                 raise FileNotFoundError(f"{directory} holds no TempNet: {name} is missing")
-        values = read_json(directory / CONFIG_FILE)
-        unknown = sorted(set(values) - {field.name for field in fields(TempNetConfig)})
-        if unknown:
-            raise ValueError(f"{directory / CONFIG_FILE}: unknown fields {unknown}; was it written by a newer version?")
-        network = cls(TempNetConfig(**values))
+        network = cls(read_fields(TempNetConfig, directory / CONFIG_FILE))
         check_weight_files(directory / WEIGHTS_FILE)
         network.load_state_dict(load_file(directory / WEIGHTS_FILE))
         check_weights(network, directory)
         return network.eval()
+
+
+def check_embeddings(network: TempNet | None, size: int, name: str = "TempNet") -> None:
+    """Raise ValueError for a TempNet on embeddings of another size than those of an encoder."""
+    if network is not None and network.config.input_size != size:
+        raise ValueError(
+            f"the {name} was built for embeddings of {network.config.input_size}, the encoder's have {size}"
+        )
 
 
 def download(repository: str, name: str) -> Path | None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from tempnet.rho import check_rho
 
+Config = TypeVar("Config", bound=Any)
 PublishedHead = Literal["llama2", "llama1", "gpt2"]
 # τ₀, τ_max and the input shift of the networks that the paper's authors trained. Their LLaMA-2 code passes logits
 # minus their maximum to the network, both in training (`vocab_parallel_cross_entropy_temp`) and in generation; the
@@ -170,7 +171,7 @@ class TempNetConfig(TempNetOptions):
     ) -> TempNetConfig:
         """Return the configuration of a TempNet on hidden states of dimension d, with the logits or without.
 
-        `vocab_size` is the *effective* vocabulary of the model, without padding, and ρ is in nats.
+        `vocab_size` and ρ are those of :meth:`for_logits`.
         """
         kind: Literal["both", "hidden"] = "both" if with_logits else "hidden"
         fields = {"rho": rho, "tau_max": tau_max, **changes}
@@ -199,6 +200,14 @@ class TempNetConfig(TempNetOptions):
     def for_embeddings(cls, dim: int, *, rho: float = 8.0, tau_max: float = 0.05, **changes: Any) -> TempNetConfig:
         """Return the configuration of a TempNet on L2-normalised embeddings (TempNet §6.2: ρ ≈ 8 nats, τ_max = 0.05)."""
         return cls(kind="embeddings", input_size=dim, **{"rho": rho, "tau_max": tau_max, "phi_init": 0.01, **changes})
+
+
+def read_fields(kind: type[Config], path: Path) -> Config:
+    """Read the fields of a dataclass from a JSON file; another file, or unknown fields, raise ValueError."""
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in read_json(path).items()}
+    if unknown := sorted(set(values) - {field.name for field in fields(kind)}):
+        raise ValueError(f"{path}: unknown fields {unknown}; was it written by a newer version?")
+    return kind(**values)
 
 
 def read_json(path: Path) -> dict[str, Any]:

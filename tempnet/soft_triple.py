@@ -7,10 +7,9 @@ With unit vectors x and w_c^k, where each of C classes has K centres w_c^1 … w
     R    = Σ_c Σ_{s<t} √(2 − 2·w_c^s·w_c^t + ε) / (C·K·(K−1))            optional regulariser, merges similar centres
     L    = β·CE + (1 − β)·(ℓ + weight·R)                                   TripleEntropy
 
-ℓ is the mean over all non-padding tokens of a sentence, and CE is the cross-entropy of the pooled sentence. All
-computations are in float32, whatever the dtypes of inputs and parameters are (float64 stays float64). Neither the (n,
-C, K) similarities nor the (K, K) distances are stored completely: both are computed one tile at a time, and again in
-the backward pass.
+ℓ is the mean over all non-padding tokens of a sentence, and CE is the cross-entropy of the pooled sentence. All is computed
+in float32 (float64 stays float64). Neither the (n, C, K) similarities nor the (K, K) distances are stored completely: both
+are computed one tile at a time, and again in the backward pass.
 
 The supervised contrastive loss (Gunel et al. 2021, arXiv 2011.01403, eqs. 1 and 4) is, with unit vectors x of n sentences,
 
@@ -172,10 +171,9 @@ def check_contrastive(weight: float, temperature: float) -> None:
 
 
 def token_labels(labels: Tensor, attention_mask: Tensor, *, with_padding: bool = False) -> Tensor:
-    """Return labels (b, t) of tokens: each token has the label (b,) of its sentence, and padding has -100.
+    """Return labels (b, t) of tokens: each has the label (b,) of its sentence, and padding, where the mask is 0, has -100.
 
-    The mask (b, t) is 1 for tokens and 0 for padding. With `with_padding`, padding has the label of the sentence too, as in
-    the authors' code.
+    With `with_padding`, padding has the label of the sentence too, as in the authors' code.
     """
     every = labels[:, None].expand(attention_mask.shape)
     return every if with_padding else every.masked_fill(attention_mask == 0, IGNORE_INDEX)

@@ -31,8 +31,8 @@ _WRAPPERS = ("_orig_mod.", "module.")
 def check_weight_files(source: str | Path) -> None:
     """Raise ValueError for truncated, corrupt or missing files of weights, which it names; only headers and sizes are read.
 
-    The source is a directory, in which every `*.safetensors` file is checked, together with what an index names, or one such
-    file; anything else, such as a hub name, is ignored.
+    The source is a directory, of which every `*.safetensors` file is checked, and what an index names, or one such file;
+    anything else, such as a hub name, is ignored.
     """
     path = Path(source)
     for index in sorted(path.glob("*.safetensors.index.json")) if path.is_dir() else []:
@@ -56,8 +56,7 @@ def load_with_report(model_class: Any, source: str | Path, **options: Any) -> tu
     """Load a Transformers model; return it with the names of weights that have random values, and of those not used.
 
     A weight has random values if it is missing or has another shape. If all names begin with what a wrapper has put there
-    (`_orig_mod.`, `module.`), it is taken off, and said. Pickled objects other than tensors raise ValueError. `options` are
-    those of `from_pretrained`.
+    (`_orig_mod.`, `module.`), it is taken off, and said. Pickled objects other than tensors raise ValueError.
     """
     if wrapper := _wrapper_of(source):
         logger.warning("%s: the names of all weights begin with %r, which is taken off", source, wrapper)
@@ -81,8 +80,8 @@ def load_with_report(model_class: Any, source: str | Path, **options: Any) -> tu
 def load_fitting(model_class: Any, source: str | Path, *, may_replace_head: bool = False, **options: Any) -> Any:
     """Load a Transformers model, and reject weights that do not fit it, in whose place it would have random ones.
 
-    With `may_replace_head`, what lies beside the model's body may be new, as where a task begins with a body. `options` are
-    those of `from_pretrained`. Missing weights, or some of other shapes, raise ValueError, which names some of them.
+    With `may_replace_head`, what lies beside the model's body may be new, as where a task begins with a body. Missing
+    weights, or some of other shapes, raise ValueError, which names some of them.
     """
     model, random, unknown = load_with_report(model_class, source, **options)
     body = f"{model.base_model_prefix}."
@@ -101,6 +100,11 @@ def load_fitting(model_class: Any, source: str | Path, *, may_replace_head: bool
     if unknown:
         logger.warning("%s: a %s does not use %s", source, type(model).__name__, _name_some(unknown))
     return model
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, or the name of its type if it has none."""
+    return (str(error).strip() or type(error).__name__).partition("\n")[0]
 
 
 def _name_some(names: Iterable[str]) -> str:
@@ -123,10 +127,9 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def check_weights(module: nn.Module, source: str | Path) -> None:
-    """Reject a model whose weights contain NaN, since every logit and every temperature would then be NaN as well.
+    """Raise ValueError for a model whose weights contain NaN, since every logit and temperature would then be NaN as well.
 
-    The model may be spread over devices; parameters without data are not checked. The ValueError names the source, the first
-    parameter with NaN, and how many of its values are NaN.
+    It names the source, the first parameter with NaN, and the number of its NaN. Parameters without data are not checked.
     """
     for name, parameter in module.named_parameters():
         check_weight(name, parameter, source)

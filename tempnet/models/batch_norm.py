@@ -3,9 +3,8 @@
     y = weight·(x − mean)·r + bias,  r = 1/√(var + ε)              mean, var over all rows and positions of the global batch
     ∂x = weight·r·(∂y − (Σ∂y + x̂·Σ(∂y·x̂))/n),  x̂ = (x − mean)·r     both sums over the global batch
 
-torch's SyncBatchNorm does not accept CPU tensors and gathers the moments of every rank. This implementation needs one
-all-reduce of 2C + 1 numbers in the forward pass and one of 2C numbers in the backward pass. Statistics are in float32
-at least, and their sums over ranks in float64.
+torch's SyncBatchNorm does not accept CPU tensors. This one needs an all-reduce of 2C + 1 numbers forward and of 2C backward.
+Statistics are in float32 at least, and their sums over ranks in float64.
 
 Shapes: n values per channel (rows times positions of all ranks), C channels, W ranks; x is (rows, C, …).
 """
@@ -115,8 +114,7 @@ class _GlobalBatchNorm(torch.autograd.Function):
 def _global_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean (C,), biased variance (C,) and number of values per channel (scalar, float64) over all ranks.
 
-    Each rank computes its variance about its own mean. The sums over ranks are about 0, where float32 would lose
-    precision, and are therefore in float64.
+    Each rank computes its variance about its own mean; the sums over ranks are about 0, and therefore in float64.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     var, mean = torch.var_mean(x.to(dtype), dim=[i for i in range(x.dim()) if i != 1], correction=0)

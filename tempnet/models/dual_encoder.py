@@ -12,8 +12,7 @@ A saved dual encoder is a directory with these contents; its two towers can be l
     tempnet_image/, tempnet_text/    the TempNets that were trained with it, if any
 
 :class:`TemperatureDualEncoder` is the encoder and a contrastive loss, with its TempNets, in one module whose forward
-returns the loss, so that data-parallel wrappers see one module with all parameters. The communication between ranks is
-part of the loss (`tempnet.contrastive`), except for the statistics of batch norm (`tempnet.models.batch_norm`).
+returns the loss, so that data-parallel wrappers see all parameters.
 
 Shapes: n samples, b pairs on this rank, d2 prototypes of a TempNet, S pixels per side of an image, t text tokens, d
 dimensions of an embedding.
@@ -55,7 +54,8 @@ from tempnet.models.towers import (
     text_features,
     text_width,
 )
-from tempnet.network import CONFIG_FILE, PAIRED_DIRECTORY, WEIGHTS_FILE, TempNet
+from tempnet.network import CONFIG_FILE, PAIRED_DIRECTORY, WEIGHTS_FILE, TempNet, check_embeddings
+from tempnet.network_config import read_fields
 
 IMAGE_TEMPNET_DIRECTORY = f"{PAIRED_DIRECTORY}_image"
 TEXT_TEMPNET_DIRECTORY = f"{PAIRED_DIRECTORY}_text"
@@ -65,10 +65,9 @@ TEMPERATURE_FILE = "training_temperature.json"
 class DualEncoder(nn.Module):
     """Two towers, each followed by a linear projection without activation; the embeddings are unit vectors in float32.
 
-    Batch norms inside the towers are computed over the batch of all ranks (`tempnet.models.batch_norm`). The towers are any
-    Transformers vision model and text encoder (`tempnet.models.towers`). One that does not accept inputs of the configured
-    size, or that has its own projection (CLIP) to another `embedding_size`, raises ValueError. `autocast_dtype` is the
-    dtype of the towers' matrix products; parameters, projections and embeddings stay in float32.
+    The towers are any Transformers vision model and text encoder (`tempnet.models.towers`), with batch norms over the batch
+    of all ranks. One that does not accept inputs of the configured size, or that has its own projection (CLIP) to another
+    `embedding_size`, raises ValueError. `autocast_dtype` is the dtype of the towers' matrix products.
     """
 
     image_mean: Tensor
@@ -123,8 +122,8 @@ class DualEncoder(nn.Module):
     ) -> None:
         """Save the dual encoder in the layout that the docstring of this module describes, except for the TempNets.
 
-        The tokenizer of the text tower, if given, is saved with the tower. `state_dict` are complete parameters and
-        buffers by name, to be used if the module holds only parts of them (ZeRO-3).
+        The tokenizer, if given, is saved with the text tower. `state_dict` are complete parameters and buffers by name, for
+        a module that holds only parts of them (ZeRO-3).
         """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
@@ -180,7 +179,7 @@ class DualEncoder(nn.Module):
     def _embed(self, features: Tensor, projection: nn.Module) -> Tensor:
         """Project and normalise features (n, w) to embeddings (n, d).
 
-        This is done in float32 even if the towers use bfloat16, because similarities are divided by τ as low as 0.005.
+        It is done in float32, because similarities are divided by τ as low as 0.005.
         """
         with torch.autocast(features.device.type, enabled=False):
             return F.normalize(projection(features.to(self._dtype)), dim=-1)
@@ -203,7 +202,7 @@ def read_sizes(source: str | Path) -> DualEncoderConfig:
     for name in (CONFIG_FILE, WEIGHTS_FILE, TEXT_ENCODER_DIRECTORY):
         if not (directory / name).exists():
             raise ValueError(f"{directory} holds no dual encoder: {name} is missing")
-    return DualEncoderConfig.load(directory / CONFIG_FILE)
+    return read_fields(DualEncoderConfig, directory / CONFIG_FILE)
 
 
 def encoder_digest(place: str) -> str:
@@ -242,10 +241,8 @@ def load_training_temperature(directory: str | Path) -> float | None:
     """Return the constant τ that a dual encoder or a Transformers CLIPModel was trained at; None if it holds none.
 
     A CLIPModel holds −log τ among its weights (`logit_scale`, Radford et al. 2021, section 2.5). A model whose temperatures
-    differ from sample to sample, or whose loss has none, holds none.
-
-    Raises:
-        ValueError: if the directory holds something else in its place, or τ is not positive and finite.
+    differ from sample to sample, or whose loss has none, holds none. Something else in its place, or a τ that is not
+    positive and finite, raises ValueError.
     """
     directory = Path(directory)
     path = directory / TEMPERATURE_FILE
@@ -268,20 +265,17 @@ def load_training_temperature(directory: str | Path) -> float | None:
 
 
 class TemperatureDualEncoder(nn.Module):
-    """Dual encoder with a contrastive loss, which contains the TempNets if it needs them.
+    """Dual encoder with a contrastive loss, which contains the TempNets if it needs them; other sizes raise ValueError.
 
     The encoder is None if the module is only given embeddings that frozen towers have computed before. A frozen one stays in
-    eval mode, runs without a graph, and is not trained. A TempNet on embeddings of another size raises ValueError.
+    eval mode (no dropout, constant statistics of batch norm), runs without a graph, and is not trained.
     """
 
     def __init__(self, encoder: DualEncoder | None, loss: ContrastiveLoss, *, freeze_encoder: bool = False) -> None:
         super().__init__()
-        for modality, network in (("image", loss.image_tempnet), ("text", loss.text_tempnet)):
-            if encoder and network is not None and network.config.input_size != encoder.config.embedding_size:
-                raise ValueError(
-                    f"the {modality} TempNet was built for embeddings of {network.config.input_size}, "
-                    f"the encoder's have {encoder.config.embedding_size}"
-                )
+        if encoder is not None:
+            check_embeddings(loss.image_tempnet, encoder.config.embedding_size, "image TempNet")
+            check_embeddings(loss.text_tempnet, encoder.config.embedding_size, "text TempNet")
         self.encoder = encoder
         self.loss = loss
         self.freeze_encoder = freeze_encoder
@@ -290,23 +284,17 @@ class TemperatureDualEncoder(nn.Module):
         self.train()
 
     def train(self, mode: bool = True) -> TemperatureDualEncoder:
-        """Set the mode as nn.Module.train does, but keep a frozen encoder in eval mode.
-
-        A frozen encoder thus has no dropout, and its batch norms do not update their statistics.
-        """
+        """Set the mode as nn.Module.train does, but keep a frozen encoder in eval mode."""
         super().train(mode)
         if self.encoder is not None and self.freeze_encoder:
             self.encoder.eval()
         return self
 
     def forward(self, *, ids: Tensor, image_ids: Tensor, gamma: float, **inputs: Tensor) -> ContrastiveOutput:
-        """Compute the loss of this rank's pairs.
+        """Compute the loss of this rank's pairs, with ids of the pairs and of their images, (b,) int64, and γ (`gamma_at`).
 
-        Args:
-            ids, image_ids: (b,) int64 ids of the pairs and of their images.
-            gamma: γ of the moving averages (`tempnet.contrastive.config.gamma_at`).
-            inputs: images, uint8 (b, S, S, 3), with input_ids and attention_mask of the captions, (b, t) each (1 token, 0
-                padding); or image_embeddings and text_embeddings, (b, d) unit vectors.
+        `inputs` are images, uint8 (b, S, S, 3), with input_ids and attention_mask of the captions, (b, t) each (1 token, 0
+        padding); or image_embeddings and text_embeddings, (b, d) unit vectors.
         """
         image, text = self.embed(**inputs)
         return self.loss(image, text, ids, image_ids, gamma=gamma)
@@ -333,9 +321,9 @@ class TemperatureDualEncoder(nn.Module):
     def init_prototypes(self, image_embeddings: Tensor, text_embeddings: Tensor) -> None:
         """Set the prototypes of each TempNet from the first d2 embeddings of its own modality (TempNet Appendix D.1).
 
-        Those of a network that predicts normalisers are contrasts, of the other modality. The embeddings (d2 or more, d) are
-        unit vectors of randomly chosen training images and texts, the same on all ranks. A TempNet without a projection layer
-        (ablation) has no prototypes and is skipped. Fewer than d2 embeddings, and a loss without networks, raise ValueError.
+        Those of a network that predicts normalisers are of the other modality. The embeddings (d2 or more, d) are unit
+        vectors of random training pairs, the same on all ranks. A TempNet without a projection layer (ablation) is skipped.
+        Fewer than d2 embeddings, and a loss without networks, raise ValueError.
         """
         loss = self.loss
         if loss.image_normaliser is not None and loss.text_normaliser is not None:
@@ -349,10 +337,7 @@ class TemperatureDualEncoder(nn.Module):
 
     @torch.no_grad()
     def predict_temperatures(self, image_embeddings: Tensor, text_embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """Return τ of images (n,) and of texts (m,), given their embeddings (n, d) and (m, d).
-
-        A loss without TempNets raises ValueError.
-        """
+        """Return τ of images (n,) and texts (m,), given their embeddings (n, d) and (m, d); ValueError without TempNets."""
         image_tempnet, text_tempnet = self._tempnets()
         return image_tempnet(image_embeddings), text_tempnet(text_embeddings)
 
@@ -364,10 +349,7 @@ class TemperatureDualEncoder(nn.Module):
 
 
 class SideBySideDualEncoder(nn.ModuleList):
-    """Modules :class:`TemperatureDualEncoder` on the same frozen encoder, each with a loss of its own.
-
-    The embeddings of a batch and their similarities are computed once for all of them.
-    """
+    """Modules :class:`TemperatureDualEncoder` on one frozen encoder, whose similarities are computed once for all losses."""
 
     def forward(
         self, *, ids: Tensor, image_ids: Tensor, gammas: Sequence[float], **inputs: Tensor

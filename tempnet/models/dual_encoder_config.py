@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,21 +69,8 @@ class DualEncoderConfig:
         }
 
     @classmethod
-    def load(cls, path: Path) -> DualEncoderConfig:
-        """Read a file that :meth:`save` wrote; another file, or unknown fields, raise ValueError."""
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in read_json(path).items()
-        }
-        if unknown := sorted(set(values) - {field.name for field in fields(cls)}):
-            raise ValueError(f"{path}: unknown fields {unknown}; was it written by a newer version?")
-        return cls(**values)
-
-    @classmethod
     def of_clip(cls, clip: Any, directory: Path) -> DualEncoderConfig:
-        """Return the configuration that corresponds to that of a Transformers CLIPModel.
-
-        The directory may contain the configuration of its image preprocessor.
-        """
+        """Return the configuration of a Transformers CLIPModel, with that of the image preprocessor in its directory."""
         from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
         path = directory / PREPROCESSOR_FILE

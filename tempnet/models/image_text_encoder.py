@@ -3,8 +3,7 @@
     encoder = ImageTextEncoder.from_pretrained("runs/clip-cc3m-tempnet-small/export")
     similarities = encoder.encode_images(images) @ encoder.encode_texts(["a red circle"]).T
 
-Orientation, resizing, cropping and normalisation of images, tokenising, pooling, projection and normalisation of embeddings
-are those of training. Shapes: n samples, d dimensions of an embedding.
+Images and texts are prepared as in training. Shapes: n samples, d dimensions of an embedding.
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ class ImageTextEncoder:
     def from_pretrained(cls, source: str | Path, *, device: str | torch.device = "cpu") -> ImageTextEncoder:
         """Load an export of training, or a Transformers CLIPModel (directory or hub name) with its tokenizer, to a device.
 
-        Raises:
-            ValueError: if the source holds no dual encoder or no tokenizer; the message names it.
-            ImportError: if Pillow is not installed.
+        A source without a dual encoder or tokenizer raises ValueError, which names it; it takes Pillow (else ImportError).
         """
         # Pillow is no dependency of the library, which uses it only here.
         from transformers import CLIPImageProcessorPil

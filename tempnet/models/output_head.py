@@ -1,10 +1,8 @@
 """Output head of a Transformers causal LM, from its last hidden state h to its logits: L = cap(scale·(W h + b)).
 
-Models differ in bias, scale and cap. The formula is derived from the configuration and then checked once against the
-model itself. A model that computes its logits in another way is detected, and its loss is computed from materialised
-logits.
-
-:class:`StoredBase` is what remains of a base model whose last hidden states are stored: its output layer.
+The formula is derived from the configuration and then checked once against the model itself. A model that computes its
+logits in another way is detected, and its loss is computed from materialised logits. :class:`StoredBase` is the output layer
+alone, for stored hidden states.
 
 Shapes: V effective vocabulary, d hidden size.
 """
@@ -71,7 +69,7 @@ def output_weight(base: Any) -> tuple[Tensor, Tensor | None]:
     """Return the output weight W (V or more, d) and the bias b, or None.
 
     They are read as attributes of their module, because under ZeRO-3 this makes DeepSpeed gather them. Those that are
-    offloaded are copied to the device that the layer runs on, which takes as long as the layer itself.
+    offloaded are copied to the device that the layer runs on.
     """
     head = base.get_output_embeddings()
     with with_weights(head):
@@ -82,8 +80,7 @@ def output_weight(base: Any) -> tuple[Tensor, Tensor | None]:
 def find_output_head(base: PreTrainedModel) -> OutputHead | None:
     """Return the formula of a model's logits, checked on a few tokens, or None if the model does not follow it.
 
-    A model without weights (on the device meta) is checked by a small one of the same kind, one that is spread over devices
-    by itself.
+    A model without weights (on the device meta) is checked by a small one of the same kind.
     """
     if not is_spread(base) and any(parameter.is_meta for parameter in base.parameters()):
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):

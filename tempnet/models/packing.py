@@ -1,10 +1,10 @@
 """Determine, with a small model of the same kind, how a causal language model keeps packed documents apart.
 
 Transformers has two ways, and a model does not declare which one is right for it. A 4-D mask is passed to every layer
-unchanged, which is right for plain attention, but disables sliding windows and chunks. Without a mask, most models
-derive one for every kind of layer from positions that restart at 0, but some ignore the positions. Recurrent layers
-and ALiBi may support neither way. Using the wrong way raises no error, but the model that is trained then differs
-from the one that generates. Therefore the results of both ways are compared with those of the separate documents.
+unchanged, which disables sliding windows and chunks. Without a mask, most models derive one for every kind of layer from
+positions that restart at 0, but some ignore the positions. Recurrent layers and ALiBi may support neither. The wrong way
+raises no error, but the model that is trained then differs from the one that generates. Therefore both ways are compared
+with the separate documents.
 """
 
 from __future__ import annotations
@@ -61,11 +61,10 @@ _HALF_TOLERANCE = 0.05  # in bfloat16
 
 
 def takes_document_mask(model: PreTrainedModel) -> bool:
-    """Return whether the model must be given a :func:`document_mask` (True) or no mask (False).
+    """Return whether the model must be given a :func:`document_mask` (True) or no mask (False); ValueError for neither.
 
     FlashAttention takes none, but the bounds of the documents (:func:`packed_inputs`), and is tried in bfloat16 on the GPU.
-    The model itself is not run, and may be on the meta device. If neither way keeps packed documents apart, or the model
-    is not causal, ValueError is raised.
+    The model itself is not run, and may be on the meta device. One that is not causal raises ValueError, too.
     """
     reason = ""
     attention = model.config.get_text_config()._attn_implementation
@@ -150,8 +149,8 @@ def document_mask(position_ids: Tensor, attention: str = "sdpa") -> Tensor | Blo
 def block_mask(position_ids: Tensor) -> BlockMask:
     """Return the mask of :func:`document_mask` for FlexAttention, which holds (T/128)² numbers instead of T².
 
-    Documents are contiguous, so that the first and the last document of a block of 128 tokens say which blocks of keys a
-    block of queries attends to wholly, in part, or not at all. Nothing waits for the device.
+    Documents are contiguous, so that the first and last document of a block of 128 tokens say which blocks of keys a block
+    of queries attends to wholly, in part, or not at all. Nothing waits for the device.
     """
     document = (position_ids == 0).cumsum(-1)
     num_tokens = position_ids.shape[-1]

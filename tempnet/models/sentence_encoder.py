@@ -11,10 +11,9 @@ The directory contains:
 
     L = a·ℓ(z_anchor, z_positive) + b·CE(masked tokens of the anchors)
 
-z_anchor is the normalised mean over the tokens of an anchor. z_positive is the mean of the embeddings of its P
-positives, which is normalised after averaging. Anchors pass through the encoder once, with masked tokens if there is
-an MLM objective, as in the authors' code; positives are not masked. The MLM head is computed only for the masked
-positions, so that logits of size V exist for 15 % of the tokens only.
+z_anchor is the normalised mean over the tokens of an anchor, and z_positive the normalised mean of the embeddings of its P
+positives. Anchors pass through the encoder once, with masked tokens if there is an MLM objective, as in the authors' code;
+positives are not masked. The MLM head is computed only for the masked positions, 15 % of the tokens.
 
 Shapes: n sentences, or documents on this rank, A anchors per document, P positives per anchor, t tokens, m masked tokens, d
 width of the encoder, V vocabulary.
@@ -38,6 +37,7 @@ from tempnet.contrastive.losses import ContrastiveOutput
 from tempnet.contrastive.state import World
 from tempnet.contrastive.unimodal import UnimodalLoss
 from tempnet.models.towers import load_tower
+from tempnet.network import check_embeddings
 from tempnet.network_config import read_json
 from tempnet.softmax.reference import IGNORE_INDEX
 
@@ -65,10 +65,7 @@ def num_positions(config: PreTrainedConfig) -> int | None:
 
 
 def mean_pooling(tokens: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return the means (n, d) of token vectors (n, t, d) in float32.
-
-    `attention_mask` (n, t) is 1 for tokens and 0 for padding. A sentence without tokens has the mean 0.
-    """
+    """Return the means (n, d) in float32 of token vectors (n, t, d) whose mask (n, t) is 1; without tokens it is 0."""
     weights = attention_mask.unsqueeze(-1).float()
     return (tokens.float() * weights).sum(1) / weights.sum(1).clamp(min=1.0)
 
@@ -91,7 +88,7 @@ class SentenceEncoder(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return embeddings (n, d) in float32 of tokens (n, t) and their mask; they are not normalised."""
         autocast = self.autocast_dtype
-        with torch.autocast(input_ids.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+        with torch.autocast(input_ids.device.type, dtype=autocast, enabled=autocast is not None):
             tokens = self.encoder(input_ids=input_ids, attention_mask=attention_mask)["last_hidden_state"]
         return mean_pooling(tokens, attention_mask)
 
@@ -106,8 +103,7 @@ class SentenceEncoder(nn.Module):
     ) -> Tensor:
         """Return embeddings (n, d) of n texts, in float32 on the CPU, computed in eval mode, `batch_size` texts at a time.
 
-        Texts of similar length are processed together. Longer texts are truncated to `num_tokens`, by default the
-        tokenizer's own maximum.
+        Texts are truncated to `num_tokens`, by default the tokenizer's own maximum.
         """
         was_training = self.training
         self.eval()
@@ -123,10 +119,7 @@ class SentenceEncoder(nn.Module):
         return rows
 
     def save_pretrained(self, directory: str | Path, tokenizer: PreTrainedTokenizerBase, *, num_tokens: int) -> None:
-        """Save the encoder and its tokenizer in the layout that the docstring of this module describes.
-
-        After loading, longer sentences are truncated to `num_tokens`.
-        """
+        """Save encoder and tokenizer in this module's layout; once loaded, sentences are truncated to `num_tokens`."""
         directory = Path(directory)
         self.encoder.save_pretrained(directory)
         tokenizer = copy.deepcopy(tokenizer)
@@ -168,7 +161,7 @@ def last_hidden_states(
 ) -> Iterator[list[Tensor]]:
     """Context in which every forward pass of a model with a head appends the last hidden states of its body to the list.
 
-    `narrow` selects the part of the hidden states that the head receives, so that the head is not computed for the others.
+    `narrow` selects the part of them that the head is computed for.
     """
     states: list[Tensor] = []
 
@@ -200,9 +193,8 @@ class SpanOutput(TypedDict):
 class TemperatureSentenceEncoder(nn.Module):
     """Encoder with an MLM head (a Transformers `…ForMaskedLM`), and a contrastive loss with its temperatures.
 
-    The weights a and b, `contrastive_weight` and `mlm_weight`, disable an objective if they are 0. Both weights 0, a loss
-    that is missing or superfluous, and a TempNet that reads embeddings of another size raise ValueError. By default only
-    this process shares a batch.
+    A weight of 0 (a and b, `contrastive_weight` and `mlm_weight`) disables an objective. Both 0, a loss that is missing or
+    superfluous, and a TempNet of another size raise ValueError. By default only this process shares a batch.
     """
 
     def __init__(
@@ -223,11 +215,8 @@ class TemperatureSentenceEncoder(nn.Module):
         self.model, self.loss = model, loss
         self.contrastive_weight, self.mlm_weight = contrastive_weight, mlm_weight
         self.world, self.autocast_dtype = world or World.alone(), autocast_dtype
-        width = int(model.config.hidden_size)
-        if loss is not None and (network := loss.tempnet) is not None and network.config.input_size != width:
-            raise ValueError(
-                f"the TempNet was built for embeddings of {network.config.input_size}, the encoder's have {width}"
-            )
+        if loss is not None:
+            check_embeddings(loss.tempnet, int(model.config.hidden_size))
         if not mlm_weight:  # The head is not used, so its parameters are not trained.
             body = {id(parameter) for parameter in model.base_model.parameters()}
             for parameter in model.parameters():
@@ -252,11 +241,10 @@ class TemperatureSentenceEncoder(nn.Module):
     ) -> SpanOutput:
         """Compute the loss of this rank's documents.
 
-        Tokens of the anchors, some of them masked, and their mask (1 token, 0 padding) are (n, A, t), as are
-        `mlm_labels`, the original tokens at masked positions, and -100 elsewhere. Tokens of the positives and their mask
-        are (n, A, P, t'), and ids of the documents (n,). `masked` (m,) has the positions of the masked tokens among the
-        n·A·t; None: they are found from the labels, for which the host waits. γ is that of the moving averages
-        (`tempnet.contrastive.config.gamma_at`).
+        Tokens of the anchors, some of them masked, and their mask (1 token, 0 padding) are (n, A, t), as are `mlm_labels`,
+        the original tokens at masked positions, and -100 elsewhere. Tokens of the positives and their mask are (n, A, P,
+        t'), and ids of the documents (n,). `masked` (m,) has the positions of the masked tokens among the n·A·t; None: they
+        are found from the labels, for which the host waits. γ is that of `gamma_at`.
         """
         num_anchors = anchor_ids.shape[1]
         flat_ids, flat_mask = anchor_ids.flatten(0, 1), anchor_mask.flatten(0, 1)
@@ -293,17 +281,7 @@ class TemperatureSentenceEncoder(nn.Module):
         autocast = self.autocast_dtype
         with (
             last_hidden_states(self.model, lambda hidden: hidden.flatten(0, 1)[masked].unsqueeze(0)) as seen,
-            torch.autocast(input_ids.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None),
+            torch.autocast(input_ids.device.type, dtype=autocast, enabled=autocast is not None),
         ):
             logits = self.model(input_ids=input_ids, attention_mask=attention_mask)["logits"]
         return mean_pooling(seen[0], attention_mask), logits.squeeze(0)
-
-    @torch.no_grad()
-    def init_prototypes(self, sentences: Tensor) -> None:
-        """Set the TempNet's d2 prototypes from the first d2 of these sentence embeddings (d2 or more, d).
-
-        They are unit vectors, the same on all ranks; fewer than d2 raise ValueError.
-        """
-        assert self.loss is not None
-        assert self.loss.tempnet is not None
-        self.loss.tempnet.init_prototypes(sentences)

@@ -7,9 +7,8 @@ The features of a sample are one vector:
     text    `text_embeds` if the tower has its own projection; else the vector of the first token, [CLS], as in the
             code of SogCLR and TempNet
 
-A pooling layer with parameters (such as BERT's and ViT's, with a tanh) is removed. It belongs to another objective,
-many checkpoints do not contain it, and that of a text encoder would never be trained, which data-parallel wrappers do
-not support well.
+A pooling layer with parameters (such as BERT's and ViT's, with a tanh) is removed: it belongs to another objective, many
+checkpoints lack it, and that of a text encoder would never be trained.
 
 Shapes: n samples, S pixels per side of an image, t text tokens, w width of the tower.
 """
@@ -32,7 +31,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tempnet.weights import check_weight_files, load_with_report
+from tempnet.weights import check_weight_files, first_line, load_with_report
 
 Modality = Literal["image", "text"]
 _INPUT_NAMES = {"image": "pixel_values", "text": "input_ids"}
@@ -45,10 +44,9 @@ _PROJECTING: dict[str, Any] = {
 
 
 def load_tower(path: str | Path, modality: Modality) -> PreTrainedModel:
-    """Load a pretrained tower in float32, from a directory or hub name; only weights in safetensors format are read.
+    """Load a pretrained tower in float32, from a directory or hub name, or that of a CLIPModel; only safetensors are read.
 
-    From a CLIPModel, the tower of this modality is used. A missing model or weights, or a model that encodes something else,
-    raises ValueError, which names the path.
+    A missing model or weights, or a model that encodes something else, raises ValueError, which names the path.
     """
     config = read_config(path)
     if config.model_type == "clip":
@@ -61,17 +59,16 @@ def load_tower(path: str | Path, modality: Modality) -> PreTrainedModel:
 
 
 def random_tower(model_type: str, modality: Modality, **sizes: Any) -> PreTrainedModel:
-    """Create a tower with random weights.
+    """Create a tower with random weights of a Transformers model type, such as "resnet" or "clip_vision_model".
 
-    The model type is that of a Transformers configuration, such as "resnet", "vit", "distilbert" or "clip_vision_model", and
-    `sizes` are fields of that configuration. An unknown type, or one that encodes something else, raises ValueError.
+    `sizes` are fields of its configuration. An unknown type, or one that encodes something else, raises ValueError.
     """
     try:
         config = AutoConfig.for_model(model_type, **sizes)
         source = _PROJECTING.get(model_type)
         tower = AutoModel.from_config(config, trust_remote_code=False) if source is None else source(config)
     except ValueError as error:
-        raise ValueError(f"no Transformers model of type {model_type!r}: {_first_line(error)}") from error
+        raise ValueError(f"no Transformers model of type {model_type!r}: {first_line(error)}") from error
     _remove_pooler(tower)
     _check_modality(tower, modality, model_type)
     return tower
@@ -97,7 +94,7 @@ def read_config(path: str | Path) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} holds no Transformers model: {_first_line(error)}") from error
+        raise ValueError(f"{path} holds no Transformers model: {first_line(error)}") from error
 
 
 def image_features(tower: nn.Module, pixels: Tensor) -> Tensor:
@@ -125,23 +122,20 @@ def projects_itself(tower: nn.Module) -> bool:
 
 @torch.no_grad()
 def image_width(tower: PreTrainedModel, image_size: int) -> int:
-    """Return the width w of an image tower, found by encoding one image of zeros; it is left in eval mode.
-
-    A tower that does not accept images of this size raises ValueError.
-    """
+    """Return the width w of an image tower, which is left in eval mode; ValueError if it accepts no images of this size."""
     pixels = torch.zeros(1, 3, image_size, image_size, dtype=tower.dtype, device=tower.device)
     try:
         return image_features(tower.eval(), pixels).shape[-1]
     except (ValueError, RuntimeError) as error:
         raise ValueError(
             f"the image encoder ({type(tower).__name__}) takes no images of {image_size} × {image_size}: "
-            f"{_first_line(error)}"
+            f"{first_line(error)}"
         ) from error
 
 
 @torch.no_grad()
 def text_width(tower: PreTrainedModel, num_tokens: int) -> int:
-    """Return the width w of a text tower, found by encoding two texts that differ only in the last token, in eval mode.
+    """Return the width w of a text tower, which is left in eval mode.
 
     A tower that does not accept texts of this length, or whose first token does not attend to later ones, raises ValueError.
     """
@@ -151,7 +145,7 @@ def text_width(tower: PreTrainedModel, num_tokens: int) -> int:
         features = text_features(tower.eval(), ids, torch.ones_like(ids))
     except (ValueError, RuntimeError, IndexError) as error:
         raise ValueError(
-            f"the text encoder ({type(tower).__name__}) takes no texts of {num_tokens} tokens: {_first_line(error)}"
+            f"the text encoder ({type(tower).__name__}) takes no texts of {num_tokens} tokens: {first_line(error)}"
         ) from error
     if not projects_itself(tower) and torch.equal(features[0], features[1]):
         raise ValueError(
@@ -169,7 +163,7 @@ def load_with_missing(source: Any, path: str | Path) -> tuple[Any, list[str]]:
         model, random, _ = load_with_report(source, path, dtype=torch.float32, use_safetensors=True)
         return model, random
     except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"{path} holds no weights that can be read: {_first_line(error)}") from error
+        raise ValueError(f"{path} holds no weights that can be read: {first_line(error)}") from error
 
 
 def _remove_pooler(tower: nn.Module) -> None:
@@ -189,7 +183,3 @@ def _check_modality(tower: PreTrainedModel, modality: Modality, source: str) -> 
 def _check_complete(model: nn.Module, missing: list[str], path: str | Path) -> None:
     if missing:
         raise ValueError(f"{path} lacks weights of a {type(model).__name__}: {', '.join(missing[:4])}")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

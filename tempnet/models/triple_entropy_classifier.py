@@ -74,7 +74,7 @@ class TripleEntropyClassifier(nn.Module):
         """Return the head's logits (b, C) in float32 for tokens, mask and (if used) token types, each (b, t)."""
         types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
         autocast = self.autocast_dtype
-        with torch.autocast(input_ids.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+        with torch.autocast(input_ids.device.type, dtype=autocast, enabled=autocast is not None):
             logits: Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask, **types)["logits"]
         return logits.float()
 
@@ -86,11 +86,10 @@ class TripleEntropyClassifier(nn.Module):
         token_type_ids: Tensor | None = None,
         counted: Tensor | None = None,
     ) -> ClassifierOutput:
-        """Compute the loss of this rank's sentences.
+        """Compute the loss of this rank's sentences, whose classes (b,) are int64.
 
-        Tokens, their mask (1 token, 0 padding) and, if the model uses them, token types are (b, t); the classes (b,) are
-        int64. `counted` (m,) has the positions, among the b·t, of the tokens that count; None: they are found from the mask,
-        for which the host waits.
+        Tokens, their mask (1 token, 0 padding) and, if the model uses them, token types are (b, t). `counted` (m,) has the
+        positions, among the b·t, of the tokens that count; None: they are found from the mask, for which the host waits.
         """
         with last_hidden_states(self.model) as seen:
             logits = self.logits(input_ids, attention_mask, token_type_ids)

@@ -131,6 +131,16 @@ def test_bad_configurations_are_refused(changes: dict, message: str) -> None:
         TempNetConfig(input_size=2048, **{"kind": "logits", "rho": 2.0, "tau_max": 2.0, **changes})
 
 
+def test_a_network_on_hidden_states_survives_saving_and_says_what_it_reads(tmp_path: Path) -> None:
+    network = TempNet(TempNetConfig.for_hidden(23, 6, with_logits=True, rho=1.0, hidden_size=7)).eval()
+    network.save_pretrained(tmp_path)
+    logits, hidden = torch.randn(3, 23), torch.randn(3, 6)
+    again = TempNet.from_pretrained(tmp_path)
+    assert torch.equal(again(logits, hidden), network(logits, hidden))
+    with pytest.raises(ValueError, match=r"reads hidden states \(kind = 'both'\), and only logits are known here"):
+        again(logits)
+
+
 def test_a_wrong_vocabulary_and_broken_files_are_refused(tmp_path: Path) -> None:
     network = TempNet(TempNetConfig.for_logits(64, rho=2.0))
     with pytest.raises(ValueError, match="for a TempNet on embeddings"):

@@ -42,6 +42,7 @@ from tempnet.contrastive.losses import PairStatistics, held_out_losses
 from tempnet.contrastive.retrieval import recall
 from tempnet.contrastive.state import World
 from tempnet.models.sentence_encoder import IGNORE_INDEX, SpanOutput, TemperatureSentenceEncoder, num_positions
+from tempnet.network import TempNet
 from tempnet.statistics import histogram_of
 
 if TYPE_CHECKING:  # the driver, which builds the model to check it, does not need DeepSpeed
@@ -70,21 +71,21 @@ class SentenceTask(UnimodalTask[SentenceConfig]):
         self.module = build_model(self.config, tokenizer, num_documents=self.train.num_rows, device=device)
         loss = self.module.loss
         if is_fresh and loss is not None and loss.tempnet is not None and loss.tempnet.config.projection:
-            self._init_prototypes(loss.tempnet.config.num_prototypes, device)
+            self._init_prototypes(loss.tempnet, device)
         self.held_out = span_source(self.config, self.validation, seed=_VALIDATION_SEED)
 
     @torch.no_grad()
-    def _init_prototypes(self, count: int, device: torch.device) -> None:
+    def _init_prototypes(self, network: TempNet, device: torch.device) -> None:
         """Initialise the TempNet's prototypes from anchors of random training documents, the same on every rank."""
 
         def encode(ids: np.ndarray) -> Tensor:
             tensors = span_tensors(read_documents(self.source, ids), device)
             return self.module.encoder(tensors["anchor_ids"][:, 0], tensors["anchor_mask"][:, 0])
 
-        ids = draw_samples(self.train.num_rows, count, self.config.run.seed)
+        ids = draw_samples(self.train.num_rows, network.config.num_prototypes, self.config.run.seed)
         self.module.eval()
         anchors = encode_all(encode, ids, self.module.world, self.config.validation.batch_size)
-        self.module.init_prototypes(F.normalize(anchors, dim=-1))
+        network.init_prototypes(F.normalize(anchors, dim=-1))
         self.module.train()
 
     def inputs(self, batch: Batch, device: torch.device) -> dict[str, Tensor]:

@@ -234,8 +234,3 @@ def test_what_does_not_fit_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="embeddings of 8, the encoder's have 16"):
         TemperatureSentenceEncoder(model, other)
-    network = TempNet(TempNetConfig.for_embeddings(WIDTH, rho=1.0, num_prototypes=9))
-    loss = UnimodalLoss(ContrastiveLossConfig.for_name("tempnet_in_batch"), tempnet=network)
-    module = TemperatureSentenceEncoder(model, loss)
-    with pytest.raises(ValueError, match=r"has 9 prototypes, .* there are only 4"):
-        module.init_prototypes(torch.zeros(4, WIDTH))
