@@ -39,7 +39,7 @@ def without_ray() -> Iterator[None]:
         yield
 
 
-def stream(source: Source, sizes: Sequence[int], rank: int = 0, world_size: int = 1, **options: Any) -> RankStream:
+def stream(source: Any, sizes: Sequence[int], rank: int = 0, world_size: int = 1, **options: Any) -> RankStream:
     plan = StreamPlan(shard_sizes=tuple(sizes), seed=0, window_size=options.pop("window_size", 2**20))
     return RankStream(source=source, plan=plan, rank=rank, world_size=world_size, **{"batch_size": 8} | options)
 
@@ -71,8 +71,8 @@ def test_text_and_images_are_prepared_and_streamed_as_without_ray(
     with without_ray():
         expected = prepare("alone")
     text, pairs = prepare("ray")
-    assert replace(text, directory=expected[0].directory) == expected[0]
-    assert replace(pairs, directory=expected[1].directory) == expected[1]
+    for found, wanted in zip((text, pairs), expected, strict=True):
+        assert replace(found, directory=wanted.directory) == wanted
     # The number of a rank's tasks is bounded: short segments are joined without a seam, in mid-batch, too.
     monkeypatch.setattr(stream_module, "_NUM_TASKS_PER_SEGMENT", 3)
     assert_same_stream(BlockSource(manifest=text), text.shard_sizes)
@@ -80,15 +80,8 @@ def test_text_and_images_are_prepared_and_streamed_as_without_ray(
     assert_same_stream(source, pairs.shard_sizes, num_readers=2, num_batches_per_task=4)
 
 
-class Named:
-    """Names items, for the sources below."""
-
-    def name(self, shard: int, row: int) -> str:
-        return f"{shard}/{row}"
-
-
 @dataclass
-class Asked(Named):
+class Asked:
     """Returns with every item which shards were said to be needed before it was read."""
 
     asked: tuple[int, ...] = ()
@@ -124,11 +117,10 @@ HEAD = "node:__internal_head__"
 
 def amount_taken() -> float:
     """Return how much of the custom resource the task has that this is called in."""
-    amount: float = ray.get_runtime_context().get_assigned_resources().get(HEAD, 0.0)
-    return amount
+    return ray.get_runtime_context().get_assigned_resources().get(HEAD, 0.0)
 
 
-class Reporting(Named):
+class Reporting:
     """Reads items that tell how much of the custom resource the task has, and repeats a request for every item."""
 
     def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
