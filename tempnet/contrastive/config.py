@@ -192,10 +192,11 @@ class ContrastiveLossConfig(ContrastiveOptions):
 
 
 def gamma_at(config: ContrastiveLossConfig, step: int, num_steps: int) -> float:
-    """Return γ of a training step.
+    """Return γ of a training step: constant, or with the cosine schedule
 
-    It is constant, or with the cosine schedule γ_min + (1 − γ_min)·½(1 + cos(π·step/(num_steps/2))) over the first
-    half of the training and γ_min afterwards. FastCLIP's γ is constant within an epoch; this one falls with every step.
+        γ_min + (1 − γ_min)·½(1 + cos(π·step/(num_steps/2)))    over the first half of the training, and γ_min afterwards.
+
+    FastCLIP's γ is constant within an epoch; this one falls with every step.
     """
     if not config.has_falling_gamma:
         return config.gamma
@@ -207,10 +208,7 @@ def check_negatives(config: ContrastiveLossConfig, batch_size: int, num_samples:
     """Reject a global batch of B pairs without negatives, and a ρ that is infeasible for N training pairs.
 
     The moving averages of a global loss estimate a mean over all N samples, so the number of contrasts is N − 1, not
-    the B − 1 of a batch.
-
-    Raises:
-        ValueError: if B < 2 or ρ is infeasible; in the latter case the message names ρ, log(N − 1) and what to choose.
+    the B − 1 of a batch. The ValueError names ρ, log(N − 1) and what to choose.
     """
     if batch_size < 2:
         raise ValueError(f"the loss {config.name} needs a global batch of at least 2 pairs, not {batch_size}")

@@ -1,11 +1,10 @@
 """Contrastive losses between images and texts on any number of ranks, with memory O(tile² + B·d) and exact gradients.
 
 With unit vectors e_I and e_T, S_ij = ⟨e_I(x_i), e_T(t_j)⟩ and h_ij = S_ij − S_ii, the loss is ½ (mean over image
-anchors + mean over text anchors) of the anchor losses that `normalisers` defines for each loss of `config`. The
-module gathers a batch, determines its temperatures, calls `step` to compute the loss with all gradients, and updates
-the per-sample state. The backward pass needs no communication: one autograd node multiplies gradients that are
-already computed by W, so that *averaging* the parameter gradients over the ranks, as DDP and DeepSpeed do, gives the
-gradient of the loss. Several losses of one batch, each with networks and state of its own, share its similarities.
+anchors + mean over text anchors) of the anchor losses that `normalisers` defines for each loss of `config`. `step` computes
+it with all gradients. The backward pass needs no communication: one autograd node multiplies these by W, so that *averaging*
+the parameter gradients over the ranks, as DDP and DeepSpeed do, gives the gradient of the loss. Several losses of one
+batch, each with networks and state of its own, share its similarities.
 
 Shapes: W ranks, B pairs in the global batch, b = B/W pairs on this rank, d dimensions of an embedding. Values of both
 modalities are (2, B) or (2, b), where index 0 is the image and 1 the text.
@@ -48,9 +47,8 @@ class ContrastiveLoss(nn.Module):
     """Contrastive loss between images and texts; its parameters are its learned temperature or its networks, if any.
 
     A loss with a TempNet needs two of them, one that predicts its normaliser two `NormaliserNet`, and one that keeps values
-    per sample a state with the columns `config.state_columns`; what is missing or superfluous raises ValueError. The state is
-    not part of the module's state_dict: every rank saves its own (`SampleState.save`). By default only this process shares a
-    batch.
+    per sample a state with the columns `config.state_columns`; what is missing or superfluous raises ValueError. The state
+    is not part of the state_dict: every rank saves its own. By default only this process shares a batch.
     """
 
     def __init__(
@@ -89,12 +87,9 @@ class ContrastiveLoss(nn.Module):
 
         Args:
             image, text: (b, d) unit vectors; b must be the same on every rank.
-            ids: (b,) int64 sample ids.
+            ids: (b,) int64 sample ids; ValueError if the state has no such sample, or no temperature for it.
             image_ids: (b,) int64; pairs with the same image id are not negatives of each other.
             gamma: γ of the moving average, in (0, 1] (`gamma_at`).
-
-        Raises:
-            ValueError: if the state has no sample with one of the ids, or no temperature for it.
         """
         (output,) = contrastive_losses([self], image, text, ids, image_ids, gammas=[gamma])
         return output
@@ -167,8 +162,8 @@ def contrastive_losses(
 ) -> list[ContrastiveOutput]:
     """Compute several losses of one batch as :meth:`ContrastiveLoss.forward` does each, with the similarities computed once.
 
-    The losses have networks and state of their own, and γ of their own; either all or none of them are without a
-    temperature, and either all or none without a normaliser.
+    The losses have networks, state and γ of their own; either all or none are without a temperature, and without a
+    normaliser.
     """
     world = losses[0].world
     # At least float32 is needed: in bfloat16, exp(similarity/τ) at τ = 0.005 is off by a factor of two.
@@ -247,8 +242,8 @@ def _output(
 class LearnedTemperature(nn.Module):
     """One temperature τ in [τ_min, τ_max], whose logarithm is a learned parameter, and the bias b of the sigmoid loss.
 
-    If the optimizer has moved the parameter out of the range, τ is the bound, and only gradients that would move it
-    further out are set to 0. A plain clamp would set all gradients to 0 there, and the parameter could never return.
+    Outside the range, τ is the bound, and only gradients that would move the parameter further out are set to 0. A plain
+    clamp would set all of them to 0 there, and the parameter could never return.
     """
 
     def __init__(self, config: ContrastiveLossConfig) -> None:
@@ -292,14 +287,14 @@ def held_out_losses(
 ) -> Callable[[Tensor], Tensor]:
     """Return a function from temperatures τ (2, B) to the losses (2, B) of all anchors of B held-out pairs, in float64.
 
-    With h_ij = ⟨x_i, y_j⟩ − ⟨x_i, y_i⟩ and N(i) the n_i pairs with a different image id than pair i, the loss of anchor i is
+    With h_ij = ⟨x_i, y_j⟩ − ⟨x_i, y_i⟩ and N(i) the n_i pairs with a different image id than pair i, anchor i has the loss
 
         in batch   log(1 + Σ_{j∈N(i)} exp(h_ij/τ_i))                          the cross-entropy
         global     τ_i·(log( (1/n_i) Σ_{j∈N(i)} exp(h_ij/τ_i) ) + ρ)          the robust loss (TempNet Eq. 2 and 8)
 
-    All pairs are one batch: the global loss uses the exact mean over them instead of the moving average of the training. ρ
-    bounds the KL divergence of weights on n_i contrasts, so if it is not below log n_i, the lowest τ is the best. Embeddings
-    are (B, d) unit vectors and image ids (B,) integers; the loss must have temperatures (not `temperature_free`).
+    All pairs are one batch: the global loss uses the exact mean over them instead of a moving average. If ρ is not below
+    log n_i, the lowest τ is the best. Embeddings are (B, d) unit vectors and image ids (B,) integers; the loss must have
+    temperatures (not `temperature_free`).
     """
     ids = torch.arange(len(image), device=image.device)
     batch = _gather(image.double(), text.double(), ids, image_ids, World.alone())

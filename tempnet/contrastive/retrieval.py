@@ -1,10 +1,9 @@
 """Recall@k and cross-entropy of image–text retrieval, and zero-shot accuracy, computed in tiles of the score matrix.
 
-Ranks are computed from exact inner products, so that they do not depend on tiles, devices or the order of sums. With
-rounded ones, two equal embeddings may have different scores in different parts of one matrix product, and a model whose
-embeddings are all equal could have any recall. All coordinates are rounded to a grid of 2⁻²⁴, which is as fine as float32
-just below 1. Their products lie on a grid of 2⁻⁴⁸, and partial sums of these stay below 2 (by the Cauchy-Schwarz
-inequality), so that float64 represents them without rounding.
+Ranks are computed from exact inner products, so that they do not depend on tiles, devices or the order of sums: with
+rounded ones, a model whose embeddings are all equal could have any recall. All coordinates are rounded to a grid of 2⁻²⁴,
+which is as fine as float32 just below 1. Their products lie on a grid of 2⁻⁴⁸, and partial sums of these stay below 2 (by
+the Cauchy-Schwarz inequality), so that float64 represents them without rounding.
 
 Shapes: n images, m texts, C classes, P prompts per class, d dimensions of an embedding.
 """
@@ -29,23 +28,16 @@ def recall(
 ) -> dict[str, float]:
     """Return recalls: the shares, from 0 to 1, of queries that have a matching candidate among the k best of all.
 
-    `text_recall@k` (image → text, TR@k): the query is an image that has texts, and any of its texts is among the k
-    best of all texts. `image_recall@k` (text → image, IR@k): the query is a text, and its image is among the k best
-    of all images, including images without a text. `mean_recall` is the mean of these 2·len(ks) figures (Radford et
-    al. 2021; Qiu et al. 2024).
+    `text_recall@k` (image → text, TR@k): the query is an image that has texts, and any of its texts is among the k best.
+    `image_recall@k` (text → image, IR@k): the query is a text, and its image is among the k best, including images
+    without a text. `mean_recall` is the mean of these 2·len(ks) figures (Radford et al. 2021; Qiu et al. 2024).
 
     The rank of a query is 1 + the number of non-matching candidates whose score is at least that of the best match.
     Ties and NaN count against the query, so a collapsed model, whose embeddings are all equal, finds nothing.
 
-    Args:
-        image: (n, d) unit vectors.
-        text: (m, d) unit vectors.
-        image_of_text: (m,) integers, the row of `image` that each text belongs to.
-        ks: values of k.
-        tile_size: side of the tiles of scores; memory is O(tile_size²) plus copies of the embeddings in float64.
-
-    Raises:
-        ValueError: if shapes are empty or do not fit together, or an image number does not exist.
+    Images (n, d) and texts (m, d) are unit vectors, and `image_of_text` (m,) has the row of the image that each text belongs
+    to. Shapes that are empty or do not fit together, and an image number that does not exist, raise ValueError. Memory is
+    O(tile_size²) plus copies of the embeddings in float64.
     """
     _check("image_of_text", image_of_text, "text", "images", image=image, text=text)
     image, text, owner = on_grid(image), on_grid(text), image_of_text.to(image.device, torch.int64)
@@ -74,16 +66,10 @@ def cross_entropy(
         image → text: log(e^{f(s_ij)} + Σ_{k not of i} e^{f(s_ik)}) − f(s_ij)
         text → image: log Σ_l e^{f(s_lj)} − f(s_ij)
 
-    This is CLIP's loss (Radford et al. 2021) with all held-out pairs as the batch, except that other texts of an
-    image are not its negatives. Unlike training losses, it can be compared between losses, ρ and batch sizes, and
-    unlike a recall it changes with every score. A collapsed model has the value log(number of candidates).
-
-    Args:
-        image, text, image_of_text, tile_size: see :func:`recall`.
-        tau: temperatures of the images, (n,) or (1,), and of the texts, (m,) or (1,); None for a model without one.
-
-    Raises:
-        ValueError: see :func:`recall`.
+    This is CLIP's loss (Radford et al. 2021) with all held-out pairs as the batch, except that other texts of an image
+    are not its negatives. It can be compared between losses, ρ and batch sizes. A collapsed model has the value
+    log(number of candidates). `tau` are temperatures of the images, (n,) or (1,), and of the texts, (m,) or (1,); None
+    for a model without one. Other arguments and errors are those of :func:`recall`.
     """
     _check("image_of_text", image_of_text, "text", "images", image=image, text=text)
     image, text, owner = image.double(), text.double(), image_of_text.to(image.device, torch.int64)
@@ -157,11 +143,7 @@ def _tiles(image: Tensor, text: Tensor, owner: Tensor, tile_size: int) -> Iterat
 
 
 def _check(name: str, numbers: Tensor, one: str, many: str, **embeddings: Tensor) -> None:
-    """Reject unsuitable embeddings, and numbers, one for each of the second embeddings, that no first ones have.
-
-    Raises:
-        ValueError: the message names what is unsuitable.
-    """
+    """Raise ValueError for unsuitable embeddings, or numbers, one for each of the second ones, that no first ones have."""
     shapes = {name: tuple(tensor.shape) for name, tensor in embeddings.items()}
     for key, shape in shapes.items():
         if len(shape) != 2 or not shape[0]:

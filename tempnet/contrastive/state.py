@@ -1,14 +1,13 @@
 """The ranks that share a batch, and the per-sample state of the global contrastive losses, sharded over them.
 
 Autograd never sees a collective operation: every rank computes the whole gradient of its own part in the forward
-pass, so that the order of communication cannot depend on the order in which autograd visits nodes.
+pass, so that the order of communication does not depend on autograd.
 
-Sample `id` is owned by rank id mod W, where it is in slot id // W, so that a rank stores N/W samples whatever the
-order of the data. For each sample and modality, a loss stores log u (a moving average in log space, −inf before the
-first visit) and, if it learns or is given a temperature per sample, τ and possibly its momentum. To read values,
-every rank fills in those that it owns and zeros elsewhere, and a sum over the ranks completes them; −inf and NaN are
-preserved by a sum with zeros. To write values, each owner takes its own from the results, which all ranks have. Only
-scalars are communicated.
+Sample `id` is owned by rank id mod W, where it is in slot id // W. For each sample and modality, a loss stores log u (a
+moving average in log space, −inf before the first visit) and, if it learns or is given a temperature per sample, τ and
+possibly its momentum. To read values, every rank fills in those that it owns and zeros elsewhere, and a sum over the ranks
+completes them; −inf and NaN are preserved by a sum with zeros. To write values, each owner takes its own from the results,
+which all ranks have. Only scalars are communicated.
 
 Shapes: N samples, W ranks, b rows of a batch on each rank (the same number on all), B = W·b in total. Values of both
 modalities are (2, …), where index 0 is the image and 1 the text.
@@ -86,8 +85,8 @@ class World:
 class SampleState:
     """Named float32 columns with two values (image, text) for each of N samples, sharded over the ranks.
 
-    The ids are 0 … N − 1; `columns` are the names with their initial values (`ContrastiveLossConfig.state_columns`). By
-    default there is only this process.
+    `columns` are the names with their initial values (`ContrastiveLossConfig.state_columns`). By default there is only this
+    process.
     """
 
     def __init__(
@@ -117,16 +116,10 @@ class SampleState:
             placed.columns[name].copy_(column if world == self.world else column[:, world.rank :: world.size])
         return placed
 
-    @property
-    def bytes_per_rank(self) -> int:
-        """Size of this rank's columns in bytes."""
-        return sum(column.nbytes for column in self.columns.values())
-
     def read(self, ids: Tensor) -> dict[str, Tensor]:
         """Return the values (2, B) of every column for ids (B,), equal on all ranks.
 
-        Ids outside [0, N) raise ValueError; on a GPU, whose answer the host does not wait for, they are out of bounds and
-        fail there.
+        Ids outside [0, N) raise ValueError; on a GPU, for which the host does not wait, they are out of bounds there.
         """
         is_known = ids.is_cuda or bool(((ids >= 0) & (ids < self.num_samples)).all())
         if not is_known:
@@ -163,14 +156,10 @@ class SampleState:
         save_file(columns, path, metadata={"num_samples": str(self.num_samples)})
 
     def load(self, directory: str | Path, num_writers: int) -> None:
-        """Read a state that `num_writers` ranks have saved.
+        """Read a state that `num_writers` ranks have saved; the directory may hold files of an earlier number of ranks, too.
 
-        Their number must be given because files from another number of ranks may be in the same directory: a run that was
-        killed while it saved, and then continued on another number of ranks, has saved there twice.
-
-        Raises:
-            FileNotFoundError: if a rank's file is missing.
-            ValueError: if the state was saved for another number of samples, or by a loss with other columns.
+        A missing file of a rank raises FileNotFoundError; a state of another number of samples or with other columns,
+        ValueError.
         """
         paths = [Path(directory) / name for name in state_file_names(num_writers)]
         if missing := [path.name for path in paths if not path.exists()]:
@@ -195,10 +184,8 @@ class SampleState:
 
     def _find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return which of the ids (B,) this rank owns, (B,) bool, and their slots: the last one of an id of another rank."""
-        is_owned, last = (
-            ids % self.world.size == self.world.rank,
-            len(range(self.world.rank, self.num_samples, self.world.size)),
-        )
+        is_owned = ids % self.world.size == self.world.rank
+        last = len(range(self.world.rank, self.num_samples, self.world.size))
         places = torch.where(is_owned, ids // self.world.size, last)
         return is_owned, torch.where((ids >= 0) & (ids < self.num_samples), places, last + 1)
 

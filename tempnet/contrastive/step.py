@@ -1,18 +1,16 @@
 """Compute the losses of one batch and the gradients of this rank's rows, without autograd.
 
-Several losses that differ in their temperatures, in ρ or in their per-sample state can be computed at a time; they share
-the similarities.
-
     1. Pass 1 over the tiles of similarities of this rank's images with all texts gives ℓ; the sums of the columns are
        completed by communication between the ranks.
     2. Every rank computes the losses of all anchors and the sums of their weights (`normalisers`), which is O(B).
     3. Pass 2 computes the gradients; those of the texts are summed over the ranks, and each rank takes its own rows.
 
 The negatives of anchor i have the weights w_ij = exp(h_ij/τ_i − c_i)/(2B). The positive's contribution to the gradient
-is known without a tile: its weight is −Σ_j w_ij, and pass 1 gives Σ_j w_ij = exp(ℓ_i − c_i)/(2B).
+is known without a tile: its weight is −Σ_j w_ij, and pass 1 gives Σ_j w_ij = exp(ℓ_i − c_i)/(2B). Several losses that
+differ in their temperatures, in ρ or in their state share the similarities.
 
-Shapes: K losses, W ranks, B pairs in the global batch, b = B/W pairs on this rank, d dimensions of an embedding. Values of
-both modalities are (2, B), where index 0 is the image and 1 the text.
+Shapes: K losses, W ranks, B pairs in the global batch, b = B/W pairs on this rank, d dimensions of an embedding. Values
+of both modalities are (2, B), where index 0 is the image and 1 the text.
 """
 
 from __future__ import annotations
@@ -139,7 +137,7 @@ def compute(batch: GatheredBatch, losses: Sequence[BatchLoss], world: World, nee
         log_weights = torch.stack([own.log_weight for own in normalised])
         offset = log_sums.rest - log_weights + math.log(2 * num_pairs)  # o, with 1/(2B)
         weight_sums = log_weights.exp()
-        sums = tiles.gradients(
+        images, texts, row_products, column_products = tiles.gradients(
             Weighting(scale[:, 0, part], log_sums.top[0, part], offset[:, 0, part]),
             Weighting(scale[:, 1], log_sums.top[1], offset[:, 1]),
             with_image=needs.image,
@@ -152,14 +150,13 @@ def compute(batch: GatheredBatch, losses: Sequence[BatchLoss], world: World, nee
             own_weights *= artanh_slope(batch.cosines)
         own_weights = own_weights[:, part, None]
         for number, result in enumerate(results):
-            if sums.image is not None:
-                result.image_grad = sums.image[number].addcmul_(own_weights[number], batch.text[part], value=-1.0)
-            if sums.text is not None:
-                text_grad = world.sum_part(sums.text[number])
-                result.text_grad = text_grad.addcmul_(own_weights[number], batch.image, value=-1.0)
-        if sums.row_products is not None and sums.column_products is not None:
+            if images is not None:
+                result.image_grad = images[number].addcmul_(own_weights[number], batch.text[part], value=-1.0)
+            if texts is not None:
+                result.text_grad = world.sum_part(texts[number]).addcmul_(own_weights[number], batch.image, value=-1.0)
+        if row_products is not None and column_products is not None:
             products = torch.zeros_like(tau)
-            products[:, 0, part], products[:, 1] = sums.row_products, sums.column_products
+            products[:, 0, part], products[:, 1] = row_products, column_products
             # h/τ = (S − m)/τ + log Σw + c − rest, see `normalisers`; c is in the slope already.
             subtrahend = world.sum(products) * (2 * num_pairs) * scale
             subtrahend += torch.where(weight_sums > 0.0, (log_weights - log_sums.rest) * weight_sums, 0.0)
@@ -197,29 +194,29 @@ def sigmoid(batch: GatheredBatch, loss: BatchLoss, world: World, needs: Needs) -
 
         (1/B) Σ_i [softplus(−x_ii) + Σ_{j∈N(i)} softplus(x_ij)],     x_ij = S_ij/τ + b,     softplus(−x) = −log σ(x)
 
-    Nothing is normalised, so that rows and columns are the same sum, and the ranks exchange no sums but those of the text
-    gradients. −b has the place of a log-normaliser that all anchors share.
+    Rows and columns are the same sum, and the ranks exchange no sums but those of the text gradients. −b has the place of a
+    log-normaliser that all anchors share.
     """
     part, num_pairs = batch.part, len(batch.ids)
     scale, offset, cosines = loss.tau[0, part].reciprocal(), loss.stored["log_u"][0, part], batch.cosines[part]
     tiles = SimilarityTiles(batch.image, batch.text, batch.pairs, tile_size=loss.config.tile_size)
-    sums = tiles.sigmoid(scale, offset, with_image=needs.image, with_text=needs.text)
+    losses, weights, products, images, texts = tiles.sigmoid(
+        scale, offset, with_image=needs.image, with_text=needs.text
+    )
     positives = cosines * scale - offset
     missed = (-positives).sigmoid()
-    total = sums.losses.sum() + torch.logaddexp(-positives, torch.zeros_like(positives)).sum()
-    slopes = torch.zeros(
-        2, *loss.tau.shape, dtype=scale.dtype, device=scale.device
-    )  # in τ and in −b, both of rows only
-    slopes[0, 0, part] = -2.0 * scale.square() * (sums.products - missed * cosines)
-    slopes[1, 0, part] = -2.0 * (sums.weights - missed)
+    total = losses.sum() + torch.logaddexp(-positives, torch.zeros_like(positives)).sum()
+    slopes = scale.new_zeros(2, *loss.tau.shape)  # in τ and in −b, both of rows only
+    slopes[0, 0, part] = -2.0 * scale.square() * (products - missed * cosines)
+    slopes[1, 0, part] = -2.0 * (weights - missed)
     result = StepResult(
         loss=world.sum(total) / num_pairs, log_u=None, dual_gradient=slopes[0], prediction_gradient=slopes[1]
     )
     own = (missed * scale)[:, None]
-    if sums.image is not None:
-        result.image_grad = sums.image.addcmul_(own, batch.text[part], value=-1.0).div_(num_pairs)
-    if sums.text is not None:
-        result.text_grad = world.sum_part(sums.text).addcmul_(own, batch.image, value=-1.0).div_(num_pairs)
+    if images is not None:
+        result.image_grad = images.addcmul_(own, batch.text[part], value=-1.0).div_(num_pairs)
+    if texts is not None:
+        result.text_grad = world.sum_part(texts).addcmul_(own, batch.image, value=-1.0).div_(num_pairs)
     return result
 
 
@@ -233,12 +230,12 @@ def cyclic_terms(
         cross-modal   λ₂/B Σ_jk (⟨I_j, T_k⟩ − ⟨I_k, T_j⟩)²  =  λ₂/B ‖ITᵀ − TIᵀ‖²  =  λ₂/B (2⟨A, C⟩ − 2⟨M, Mᵀ⟩)
 
     with the d × d Gram matrices A = IᵀI, C = TᵀT and M = TᵀI, because tr(IIᵀTTᵀ) = ‖TᵀI‖² and so on. The cost is O(B·d²)
-    instead of O(B²·d). The ranks exchange three d × d sums instead of features, and each has the gradient of its own rows:
+    instead of O(B²·d). The ranks exchange three d × d sums, and each has the gradient of its own rows:
 
         ∂/∂I = 4/B [ I(λ₁A + λ₂C) − T(λ₁M + λ₂Mᵀ) ]        ∂/∂T = 4/B [ T(λ₁C + λ₂A) − I(λ₁Mᵀ + λ₂M) ]
 
-    All computations are in float64, because the terms of the sums nearly cancel where images and texts agree. From this
-    rank's rows (b, d) it returns the sum of both terms, the same on every rank, and the gradients (b, d) of these rows.
+    All is in float64, because the terms of the sums nearly cancel where images and texts agree. From this rank's
+    rows (b, d) it returns the sum of both terms, the same on every rank, and the gradients (b, d) of these rows.
     """
     image, text = image.double(), text.double()
     a, c, m = world.sum(torch.stack([image.T @ image, text.T @ text, text.T @ image]))
@@ -250,10 +247,7 @@ def cyclic_terms(
 
 
 class AttachGradients(torch.autograd.Function):
-    """Autograd node that attaches gradients to a loss that they were computed with; its backward only scales them.
-
-    It takes the loss, a factor of the gradients, n tensors, and their n gradients (or None).
-    """
+    """Autograd node of a loss, a factor, n tensors, and their n gradients (or None), which its backward only scales."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, factor: float, *leaves_and_grads: Tensor | None) -> Tensor:

@@ -10,18 +10,18 @@ and column j is this rank's part of the comparison of the text anchor j with the
               columns are added and multiplied by f′, and give the gradients of the embeddings. If τ is learned, the
               pass also computes Σ_j weight_ij·(S_ij − m_i)
 
-At τ = .001 the numbers S/τ reach a thousand, and the gradient in τ is a difference of such numbers. The largest similarity
-is therefore subtracted before anything is divided by τ or summed, and the two are kept apart until the end.
+At τ = .001 the numbers S/τ reach a thousand, and the gradient in τ is a difference of such numbers. The largest
+similarity is therefore subtracted before anything is divided by τ or summed, and the two are kept apart until the end.
 
-Both passes serve K losses at a time, which differ in their temperatures: a tile of similarities is computed once for all
-of them. Each tile is computed again in the second pass instead of being stored, which takes 4 matrix products instead of
-3, and memory O(tile²). The positives' own contribution to the gradient is added in `step`, since it has a closed form
-once the sums are known.
+Both passes serve K losses at a time, which differ in their temperatures. Each tile is computed again in the second pass
+instead of being stored, which takes 4 matrix products instead of 3, and memory O(tile²). The positives' own contribution
+to the gradient is added in `step`, where it has a closed form.
 
 The entries that are not negatives (the diagonal, captions of one image, an id that was drawn twice) are few, so they are
 stored as a list, which is found by sorting, and never as a matrix.
 
-Shapes: K losses, B pairs in the global batch, b pairs (rows) on this rank, P listed entries, d dimensions of an embedding.
+Shapes: K losses, B pairs in the global batch, b pairs (rows) on this rank, P listed entries, d dimensions of an
+embedding.
 """
 
 from __future__ import annotations
@@ -81,19 +81,6 @@ class PositivePairs:
         return dict(zip(names, zip(rows, columns, strict=True), strict=True))
 
 
-class TileGradients(NamedTuple):
-    """Results of the second pass; those that were not requested are None."""
-
-    image: Tensor | None
-    """Gradient of this rank's image embeddings, complete: (K, b, d)."""
-    text: Tensor | None
-    """Gradient of all text embeddings, only the contribution of this rank's rows: (K, B, d)."""
-    row_products: Tensor | None
-    """Σ_j weight_ij·(S_ij − m_i) of every row, complete: (K, b)."""
-    column_products: Tensor | None
-    """Σ_i weight_ij·(S_ij − m_j) of every column, only the contribution of this rank's rows: (K, B)."""
-
-
 class LogSums(NamedTuple):
     """log Σ exp(S/τ) over the negatives of n anchors in two parts: it is m/τ + rest."""
 
@@ -105,21 +92,6 @@ class LogSums(NamedTuple):
     def relative_to(self, positives: Tensor, scale: Tensor) -> Tensor:
         """Return ℓ = log Σ exp((S − positive)/τ) (K, n) for positives (n,) and scale = 1/τ (K, n)."""
         return (self.top - positives) * scale + self.rest
-
-
-class SigmoidSums(NamedTuple):
-    """Sums over the negatives of every row, x = S·scale − offset: (b,) each; and the gradients of Σ softplus(x)."""
-
-    losses: Tensor
-    """Σ softplus(x)."""
-    weights: Tensor
-    """Σ σ(x)."""
-    products: Tensor
-    """Σ σ(x)·S."""
-    image: Tensor | None
-    """Gradient of this rank's image embeddings, complete: (b, d); None if it was not requested."""
-    text: Tensor | None
-    """Gradient of all text embeddings, only the contribution of this rank's rows: (B, d); None if it was not requested."""
 
 
 class Weighting(NamedTuple):
@@ -134,16 +106,18 @@ class Weighting(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """Location of a tile, and four buffers (rows, columns), which are reused for the next tile."""
+    """Location of a tile, and four buffers (rows, columns), which are reused for the next tile.
+
+    `logits` are f of the cosines, and _NO_NEGATIVE at entries that are not negatives; `spare` holds the cosines if f is
+    2·artanh.
+    """
 
     rows: slice
     columns: slice
     logits: Tensor
-    """f of the cosines, and _NO_NEGATIVE at entries that are not negatives."""
     row_work: Tensor
     column_work: Tensor
     spare: Tensor
-    """Additional working memory, which holds the cosines if f is 2·artanh."""
 
 
 class SimilarityTiles:
@@ -162,7 +136,7 @@ class SimilarityTiles:
         self.buffers = image.new_empty(4, min(tile_size, len(image)) * min(tile_size, len(text)))
 
     def logsumexp(self, row_scale: Tensor, column_scale: Tensor) -> tuple[LogSums, LogSums]:
-        """Pass 1: return log Σ exp(S·scale) over the negatives of every row and of every column, for 1/τ (K, b) and (K, B).
+        """Pass 1: return log Σ exp(S·scale) over the negatives of every row and column, for 1/τ (K, b) and (K, B).
 
         The sums of the columns are only over this rank's rows.
         """
@@ -186,8 +160,13 @@ class SimilarityTiles:
 
     def gradients(
         self, rows: Weighting, columns: Weighting, *, with_image: bool, with_text: bool, with_products: bool
-    ) -> TileGradients:
-        """Pass 2: return the gradients for the weights of the rows (K, b) and of the columns (K, B)."""
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Pass 2: return the gradients for the weights of the rows (K, b) and of the columns (K, B), None if not requested.
+
+        They are those of this rank's images (K, b, d) and of all texts (K, B, d), and the products Σ_j weight_ij·(S_ij − m_i)
+        of the rows (K, b) and Σ_i weight_ij·(S_ij − m_j) of the columns (K, B). Texts and columns have only the contribution
+        of this rank's rows.
+        """
         assert not (self.is_artanh and with_products), "a loss without a temperature has no gradient in it"
         count = len(rows.scale)
         image_grad = self.image.new_zeros(count, *self.image.shape) if with_image else None
@@ -214,19 +193,24 @@ class SimilarityTiles:
                     image_grad[number, tile.rows].addmm_(weights, self.text[tile.columns])
                 if text_grad is not None:
                     text_grad[number, tile.columns].addmm_(weights.T, self.image[tile.rows])
-        return TileGradients(image_grad, text_grad, row_products, column_products)
+        return image_grad, text_grad, row_products, column_products
 
-    def sigmoid(self, scale: Tensor, offset: Tensor, *, with_image: bool, with_text: bool) -> SigmoidSums:
-        """Return sums and gradients of the sigmoid loss, for scale 1/τ and offset (b,) of the rows, in a single pass."""
+    def sigmoid(
+        self, scale: Tensor, offset: Tensor, *, with_image: bool, with_text: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Sum the sigmoid loss over the negatives of every row in a single pass, x = S·scale − offset with both (b,).
+
+        Returned are Σ softplus(x), Σ σ(x) and Σ σ(x)·S, (b,) each, and the gradients of the first in this rank's
+        images (b, d) and in all texts (B, d; only the contribution of this rank's rows), None if not requested.
+        """
         losses, weight_sums, products = (torch.zeros_like(scale) for _ in range(3))
         image_grad = torch.zeros_like(self.image) if with_image else None
         text_grad = torch.zeros_like(self.text) if with_text else None
         for tile in self._tiles():
             own = scale[tile.rows, None]
             torch.addcmul(-offset[tile.rows, None], tile.logits, own, out=tile.row_work)
-            losses[tile.rows] += torch.logaddexp(tile.row_work, torch.zeros_like(offset[:1]), out=tile.column_work).sum(
-                1
-            )
+            zero = torch.zeros_like(offset[:1])
+            losses[tile.rows] += torch.logaddexp(tile.row_work, zero, out=tile.column_work).sum(1)
             weights = tile.row_work.sigmoid_()
             weight_sums[tile.rows] += weights.sum(1)
             products[tile.rows] += torch.mul(weights, tile.logits, out=tile.column_work).sum(1)
@@ -235,7 +219,7 @@ class SimilarityTiles:
                 image_grad[tile.rows].addmm_(weights, self.text[tile.columns])
             if text_grad is not None:
                 text_grad[tile.columns].addmm_(weights.T, self.image[tile.rows])
-        return SigmoidSums(losses, weight_sums, products, image_grad, text_grad)
+        return losses, weight_sums, products, image_grad, text_grad
 
     def _tiles(self) -> Iterator[_Tile]:
         size = self.tile_size

@@ -5,10 +5,9 @@ the 2n − 2 vectors of the other pairs as negatives. With a fixed τ and the in
 
     −(1/2n) Σ_v log exp(⟨z_v, z_v'⟩/τ) / Σ_{w≠v} exp(⟨z_v, z_w⟩/τ),      v' is the other vector of v's pair.
 
-The loss is computed by the bimodal loss of the rows [a; p] against the rows [p; a], where both members of a pair have
-the same image id. Row v then meets every z_w exactly once, and z_v itself is not counted as a negative, as it belongs
-to the same image id. The columns contain the same comparisons as the rows, so the mean of the two sides is the loss.
-The code for tiles, state, ranks and temperatures is therefore shared with the bimodal loss.
+It is the bimodal loss of the rows [a; p] against the rows [p; a], where both members of a pair have the same image id. Row v
+then meets every z_w exactly once, and z_v itself is not counted as a negative. The columns contain the same comparisons as
+the rows, so the mean of the two sides is the loss.
 
 Shapes: W ranks, n pairs on this rank, d dimensions of an embedding. Values of both members of a pair are (2, n),
 where index 0 is the anchor and 1 the positive.
@@ -29,9 +28,8 @@ from tempnet.network import TempNet
 class UnimodalLoss(nn.Module):
     """Contrastive loss between anchors and positives of one modality; both members of a pair share their networks.
 
-    The arguments are those of `tempnet.contrastive.losses.ContrastiveLoss`. A sample of the state is a document, no
-    matter how many of its spans are in a batch. Cyclip is not possible, because its cyclic terms compare two modalities:
-    it raises ValueError, as do a network or a state that is missing or superfluous.
+    Arguments and errors are those of `ContrastiveLoss`. A sample of the state is a document, no matter how many of its spans
+    are in a batch. Cyclip, which compares two modalities, raises ValueError.
     """
 
     def __init__(
@@ -64,10 +62,8 @@ class UnimodalLoss(nn.Module):
     def forward(self, anchors: Tensor, positives: Tensor, ids: Tensor, *, gamma: float) -> ContrastiveOutput:
         """Compute the loss of a batch; in training mode the per-sample state is updated too.
 
-        Args:
-            anchors, positives: (n, d) unit vectors; n must be the same on every rank.
-            ids: (n,) int64 sample ids. Different pairs with the same id are still negatives of each other.
-            gamma: γ of the moving average, in (0, 1].
+        Anchors and positives are (n, d) unit vectors, n being the same on every rank, and ids (n,) int64 sample ids:
+        different pairs with the same id are still negatives of each other. γ is that of the moving average, in (0, 1].
         """
         num_pairs, rank = len(ids), self.bimodal.world.rank
         pairs = torch.arange(num_pairs, device=ids.device) + rank * num_pairs
