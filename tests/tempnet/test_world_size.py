@@ -2,7 +2,7 @@
 
     python -m tests.tempnet.test_world_size <directory>
 
-This program, which the tests start once, runs every contrastive loss, batch norm, and whole dual encoders. Every rank writes
+This program, which the tests start once, runs every contrastive loss and batch norm. Every rank writes
 its results to `<directory>/rank-<r>.pt`. Whole runs on two ranks are compared with one in tests/jobs/tasks/test_training.py.
 """
 
@@ -27,7 +27,6 @@ from tempnet.integrations import SentencePairLoss
 from tempnet.models.batch_norm import SynchronizedBatchNorm
 from tempnet.soft_triple import supervised_contrastive_loss
 from tests.tempnet.contrastive.dense import NUM_SAMPLES, make_batch, make_config, make_loss, make_unimodal_loss, run
-from tests.tempnet.models.tiny_towers import NUM_PAIRS, make_module, pairs
 
 ROOT = Path(__file__).parents[2]
 SIZE = 3
@@ -38,7 +37,6 @@ LOSSES = (
     *LOSS_KINDS,
     *(f"unimodal {name}" for name, kind in LOSS_KINDS.items() if not kind.is_cyclic and kind.temperature != "given"),
 )
-MODULES = ("clip", "tempnet")
 # Shape, shift of the input (far from 0, where sums of squares lose everything), dtype, momentum, affine.
 NORMS = {
     "rows": ((7, 5), 0.0, torch.float64, 0.1, True),
@@ -115,19 +113,6 @@ def supervised_case(world: World) -> Values:
     return {"loss": loss.detach(), "gradient": x.grad}
 
 
-def module_case(name: str, world: World) -> Values:
-    """Run two steps of a whole dual encoder in float64, without an optimizer; return losses, gradients and buffers."""
-    module = make_module(name, torch.float64, world)
-    values = {}
-    for step in range(2):
-        module.zero_grad()
-        output = module(**pairs(step, world.part(NUM_PAIRS)), gamma=0.7)
-        output["loss"].backward()
-        values |= {f"loss.{step}": output["loss"].detach(), f"tau.{step}": output["tau"].T}
-    values |= {f"buffer.{key}": value for key, value in module.named_buffers()}
-    return values | {f"grad.{key}": parameter.grad for key, parameter in module.named_parameters()}
-
-
 class Encoder(nn.Linear):
     """Stands for a SentenceTransformer."""
 
@@ -168,7 +153,6 @@ def work(rank: int, directory: Path) -> None:
     world = World.current()
     values: dict[str, Any] = {f"loss {name}": loss_case(name, world, directory) for name in LOSSES}
     values |= {f"norm {name}": norm_case(name, NORM_ROWS[rank]) for name in NORMS}
-    values |= {f"module {name}": module_case(name, world) for name in MODULES}
     values["supervised"] = supervised_case(world)
     values["pairs"] = pair_case(pair_loss, world)
     torch.save(values, directory / f"rank-{rank}.pt")
@@ -263,30 +247,6 @@ def test_batch_norm(name: str, ranks: Ranks) -> None:
             assert all(torch.equal(part[key], ours) for part in found), key
         assert ours.dtype == (dtype if key in ("y", "x.grad") or dtype == torch.float64 else torch.float32)
         assert (ours.double() - value).abs().max() <= tolerance * value.abs().max().clamp(min=1.0), key
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_encoders_tempnets_and_loss(name: str, ranks: Ranks) -> None:
-    alone = module_case(name, World.alone())
-    found = [part[f"module {name}"] for part in ranks[1]]
-    assert all(set(part) == set(alone) for part in found)
-    largest = max(value.norm() for key, value in alone.items() if key.startswith("grad."))
-    for key, value in alone.items():
-        if key.startswith("tau."):
-            torch.testing.assert_close(torch.cat([part[key] for part in found]), value, rtol=1e-5, atol=0)
-        elif key.startswith("grad."):
-            mean = torch.stack([part[key] for part in found]).mean(0)
-            # Some gradients are small differences of large numbers, that of attention's key bias is exactly none.
-            assert (mean - value).norm() <= 1e-9 * value.norm() + 1e-13 * largest, key
-        else:
-            assert all(torch.equal(part[key], found[0][key]) for part in found), key
-            tolerance = {"rtol": 1e-9, "atol": 0} if key.startswith("loss.") else {"rtol": 1e-6, "atol": 1e-6}
-            torch.testing.assert_close(found[0][key], value, **tolerance, msg=key)
-    steps = [int(value) for key, value in alone.items() if key.endswith("num_batches_tracked")]
-    assert len(steps) > 3
-    assert set(steps) == {2}
-    if name == "tempnet":
-        assert alone["grad.loss.image_tempnet.projection"].abs().max() > 0
 
 
 if __name__ == "__main__":
