@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, modeling_flash_attention_utils
 
 from tempnet import TempNet, TempNetConfig
+from tempnet.models import packing
 from tempnet.models.causal_lm import TemperatureCausalLM
-from tempnet.models.packing import FLEX, block_mask, document_mask, packed_inputs, takes_document_mask
+from tempnet.models.packing import FLEX, block_mask, document_mask, takes_document_mask
 from tempnet.softmax.config import TemperatureLossConfig
 from tests.tempnet.tiny_language_models import make_composite
 
@@ -113,13 +120,120 @@ def test_flex_attention_keeps_documents_apart_as_separate_runs_in_float64_do(
         assert max(part.numel() for part in mask.as_tuple() if isinstance(part, torch.Tensor)) <= 3 * 3 * 3
 
 
-def test_flash_attention_is_told_where_documents_begin() -> None:
-    """On a GPU a model is tried with these arguments before it is trained (`takes_document_mask`)."""
-    _, positions = (torch.cat(parts) for parts in zip(*map(packed, DOCUMENTS), strict=True))
-    inputs = packed_inputs(positions, "flash_attention_2", takes_mask=False)
-    assert inputs["cu_seq_lens_q"].tolist() == [0, 300, 305, 428, 600, 750, 899, 900]
-    assert inputs["cu_seq_lens_k"] is inputs["cu_seq_lens_q"]
-    assert inputs["max_length_q"] == inputs["max_length_k"] == 300
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    dropout_p: float = 0.0,
+    window_size: tuple[int, int] = (-1, -1),
+) -> torch.Tensor:
+    """Return what `flash_attn_varlen_func` of the package flash_attn is documented to, for (tokens, heads, width)."""
+    assert causal
+    assert dropout_p == 0.0
+    assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+    assert max_seqlen_q == max_seqlen_k >= int(cu_seqlens_q.diff().max())
+    k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
+    parts = []
+    for start, stop in itertools.pairwise(cu_seqlens_q.tolist()):
+        own = slice(start, stop)
+        back = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
+        is_seen = (back >= 0) & ((back <= window_size[0]) if window_size[0] >= 0 else True)
+        scores = softmax_scale * torch.einsum("qhd,khd->hqk", q[own], k[own])
+        parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~is_seen, -torch.inf).softmax(-1), v[own]))
+    return torch.cat(parts)
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Return what `flash_attn_func` is documented to, for (rows, tokens, heads, width)."""
+    num_tokens = q.shape[1]
+    bounds = num_tokens * torch.arange(len(q) + 1)
+    lengths = {"max_seqlen_q": num_tokens, "max_seqlen_k": num_tokens}
+    flat = (part.flatten(0, 1) for part in (q, k, v))
+    return varlen_attention(*flat, cu_seqlens_q=bounds, cu_seqlens_k=bounds, **lengths, **options).view_as(q)
+
+
+@pytest.fixture
+def flash_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In place of the package, which needs a GPU, functions that do what its documentation says; models are in float64,
+    because Transformers looks for the precision of products in float32, and finds none in GPT-2."""
+    functions = attention, varlen_attention, None, None, None
+    monkeypatch.setattr(modeling_flash_attention_utils, "_lazy_imports", lambda *_, **__: functions)
+    monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", None)
+    monkeypatch.setattr(PreTrainedModel, "_flash_attn_can_dispatch", lambda *_, **__: True)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("flash_attention")
+@pytest.mark.parametrize(
+    ("architecture", "extra"),
+    [("gpt2", {}), ("llama", {"num_key_value_heads": 1}), ("mistral", {"sliding_window": 40})],
+    ids=str,
+)
+def test_flash_attention_is_told_where_documents_begin(architecture: str, extra: dict[str, object]) -> None:
+    extra = {"max_position_embeddings": 512, "initializer_range": 0.2} | extra
+    module = make_module(make_base(architecture, "flash_attention_2", **extra)).eval()
+    exact = make_base(architecture, "sdpa", **extra).eval()
+    ids, positions = (torch.cat(parts) for parts in zip(*map(packed, DOCUMENTS), strict=True))
+    together = module.logits(ids, positions)
+    for row, lengths in enumerate(DOCUMENTS):
+        for part, logits in zip(ids[row].split(lengths), together[row].split(lengths), strict=True):
+            alone = exact(input_ids=part.unsqueeze(0)).logits[0, :, :VOCABULARY]
+            torch.testing.assert_close(logits, alone, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.usefixtures("flash_attention")
+def test_a_model_that_is_not_told_where_documents_begin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = make_base("llama", "flash_attention_2")
+    monkeypatch.setattr(packing, "packed_inputs", lambda *_, **__: {"attention_mask": None})
+    with pytest.raises(ValueError, match="packed documents cannot be kept apart"):
+        make_module(base)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("attention", ["sdpa", FLEX])
+def test_on_a_gpu_the_host_waits_for_nothing_in_a_step(attention: str) -> None:
+    module = make_module(make_base(attention=attention, max_position_embeddings=512, hidden_size=64)).cuda()
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    ids, positions = (tensor.cuda() for tensor in packed(DOCUMENTS[0]))
+    num_targets = ids.numel()
+    for mode in ("default", "error"):  # what is compiled or allocated once is not counted
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            module(ids, positions, ids, num_targets=num_targets)["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+class Sizes(TorchDispatchMode):
+    """Notes the largest number of elements of a tensor that is made inside the block."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for part in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(part, torch.Tensor):
+                self.largest = max(self.largest, part.untyped_storage().nbytes() // part.element_size())
+        return made
+
+
+def test_a_block_mask_needs_no_memory_that_grows_with_the_square_of_the_length() -> None:
+    positions = torch.arange(4096).expand(2, -1) % 1000
+    with Sizes() as sizes:
+        block_mask(positions)
+    assert sizes.largest == positions.numel()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 128, 300, 1024])
@@ -254,3 +368,41 @@ def test_what_does_not_fit_is_refused() -> None:
         TemperatureCausalLM(base, network, config, vocab_size=61)
     with pytest.raises(ValueError, match="'dro' needs a TempNet"):
         TemperatureCausalLM(base, None, config, vocab_size=61)
+
+
+class Copies(TorchDispatchMode):
+    """Remembers tensors in bfloat16 that were made of others, without keeping them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and out.dtype == torch.bfloat16:
+            self.made.append(weakref.ref(out))
+        return out
+
+    def count(self, shape: tuple[int, ...]) -> int:
+        return sum((tensor := ref()) is not None and tensor.shape == shape for ref in self.made)
+
+
+def test_checkpointing_keeps_no_copies_of_weights_in_bfloat16() -> None:
+    """Without checkpointing the backward pass needs them; each layer of this LLaMA has two weights of this shape."""
+    ids, positions = packed([7, 9])
+    found = {}
+    for checkpointing in (False, True):
+        module = make_module(make_base("llama"), autocast_dtype=torch.bfloat16)
+        if checkpointing:
+            module.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        copies, counts = Copies(), []
+        module.base.model.norm.register_forward_hook(lambda *_, c=copies, n=counts: n.append(c.count((64, 32))))
+        with copies:
+            output = module(ids, positions, ids.roll(-1, 1))
+            output["loss"].backward()
+        assert copies.made
+        assert output["loss"].dtype == torch.float32
+        found[checkpointing] = counts[0], output["loss"].item()
+    assert found[False][0] == 2 * 2, "gate and up projection of two layers"
+    assert found[True][0] == 0
+    assert found[True][1] == found[False][1]
