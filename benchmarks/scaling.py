@@ -1,10 +1,10 @@
 """Training throughput of two workers against one, each with one thread, the data pipeline included.
 
-    .venv/bin/python -m benchmarks.scaling [--num-rounds 5] [--seconds 30]
+    .venv/bin/python -m benchmarks.scaling [--num-rounds 3] [--seconds 25]
 
 `gpt2-scratch-small` on the sample data, with the command that a person types and the same global batch. All forms are started
 first, and wait at their 20th step; then each trains for some seconds in turn, round after round, while all processes of the
-others are stopped (SIGSTOP). So a ratio compares half minutes that lie beside each other, and a start costs nothing.
+others are stopped (SIGSTOP). So a ratio compares times that lie beside each other, and a start costs nothing.
 
 Beside two workers stands what two cores of the machine give at all: the same training step, in plain PyTorch, in two
 processes that have nothing to do with each other, each with half of the batch, against one process.
@@ -45,9 +45,9 @@ _NUM_FIRST_STEPS, _STEPS_PER_LINE = 20, 10
 class Arguments:
     """What to measure."""
 
-    num_rounds: int = 5
+    num_rounds: int = 3
     """Number of rounds."""
-    seconds: float = 30.0
+    seconds: float = 25.0
     """Seconds for which every form trains in a round."""
     zero_stages: tuple[int, ...] = (0, 2)
     """ZeRO stages under which two workers train; one worker trains under the first of them."""
