@@ -9,15 +9,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
+from ray.train.torch import TorchTrainer
 
-from jobs.engine import cluster, launch, lease, ray_private
+from jobs.engine import cluster, export, launch, lease, ray_private
+from jobs.engine.command_line import run_job
 from jobs.engine.config import OptimizerSection, RunSection, TrainingConfig, WorkersSection
 from jobs.engine.export import configure, find_checkpoint
 from jobs.engine.fields import configuration_hash, with_fields
-from jobs.engine.launch import claim_directory
+from jobs.engine.launch import check_room, claim_directory
 from jobs.engine.resumption import (
     check_start,
     checkpoint_name,
@@ -278,3 +280,28 @@ def test_runs_side_by_side_that_are_killed_while_they_are_finished_go_on(
     assert [checkpoints for _, checkpoints in starts] == [set(), set() if has_failed else {checkpoint_name(5)}]
     assert all(bool(claim_directory(config)) != has_failed for config in configs)
     assert not list((tmp_path / "runs" / "side-by-side").iterdir())
+
+
+def test_a_job_of_several_runs_is_not_done_in_this_process(change: Change) -> None:
+    with pytest.raises(ValueError, match=r"workers\.local = True is for one training run"):
+        check_room(change({"workers.local": True, "workers.num_workers": 1}), 0.0)
+
+
+def test_ctrl_c_while_ray_train_runs_ends_with_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray Train, which handles Ctrl-C itself, ends the workers and then the process, as if all had gone well."""
+    write_checkpoint(tmp_path / "run", 5)
+    late = find_checkpoint(str(tmp_path / "run"), None, "")
+    config = configure(gpt2_scratch(), late)
+    config = replace(config, run=replace(config.run, storage=str(tmp_path), name="run"))
+    prepared = SimpleNamespace(create_task=print)
+    plan: Any = SimpleNamespace(config=config, prepare_with_room=lambda: prepared)
+
+    def end(trainer: TorchTrainer) -> NoReturn:
+        (tmp_path / "run" / ".export").mkdir()
+        raise SystemExit(0)
+
+    monkeypatch.setattr(TorchTrainer, "fit", end)
+    with pytest.raises(SystemExit) as ended:
+        run_job(lambda arguments: export.make_late_export(plan, late) or 0)
+    assert ended.value.code == 130
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-00000005"]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,9 @@ from deepspeed import DeepSpeedEngine
 from readme_support import write_task
 from safetensors.numpy import load_file
 
+from jobs.engine.loop import TrainedRun, TrainingLoop
 from jobs.engine.resumption import find_damage
+from jobs.engine.worker import WorkerContext
 from pipelines.store_errors import RETRIES
 from tests.local_training import Asking, Call, history, processes, train_plan
 
@@ -289,3 +292,25 @@ def test_a_run_starts_from_a_step_of_another_with_its_own_learning_rates(
     assert steps[9] == pytest.approx(expected[9], abs=1e-6)
     assert steps[12][0] != pytest.approx(expected[12][0], abs=1e-6)
     assert {step: digest for step, (_, digest) in steps.items()} == {step: expected[step][1] for step in steps}
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_last_model_is_exported_where_the_best_one_is_not(tmp_path: Path, is_there: bool) -> None:
+    """As it is not in another directory that a continued run is given."""
+    exported: list[str] = []
+    if is_there:
+        (tmp_path / "export").mkdir()
+    task: Any = SimpleNamespace(
+        config=SimpleNamespace(run=SimpleNamespace(name="run", export_directory=str(tmp_path / "export"))),
+        rating=lambda scores: scores["recall"],
+        export=lambda: exported.append("last"),
+        validate_members=lambda runs, engine, with_details: [({"recall": 0.3}, None)],
+    )
+    loop = TrainingLoop.__new__(TrainingLoop)
+    loop.task, loop.runs, loop.is_alone, loop.step, loop.progress = task, [TrainedRun(task)], True, 12, None
+    loop.runs[0].best_rating = 0.5
+    loop.engine = SimpleNamespace(eval=lambda: None, train=lambda: None)  # type: ignore[assignment]
+    loop.context = WorkerContext(rank=0, world_size=1, local_world_size=1, report=print)
+    assert loop._validate(with_details=False)["run"]["best_rating"] == 0.5
+    found = loop._validate(with_details=True)["run"]["best_rating"]
+    assert (exported, found) == (([], 0.5) if is_there else (["last"], 0.3))

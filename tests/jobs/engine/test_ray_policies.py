@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 from collections.abc import Callable
@@ -17,10 +18,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
-from ray.train import FailureConfig, ScalingConfig
-from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
+from ray.train import CheckpointConfig, FailureConfig, ScalingConfig
+from ray.train.v2._internal.exceptions import (
+    CheckpointManagerInitializationError,
+    WorkerGroupStartupTimeoutError,
+    WorkerHealthCheckFailedError,
+)
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision
+from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 from safetensors.torch import save_file
 
@@ -28,6 +35,7 @@ from jobs.engine import ray_failures, ray_train, resumption
 from jobs.engine.checkpoint import SafeCheckpointEngine
 from jobs.engine.config import OptimizerSection, RunSection, TrainingConfig, WorkersSection
 from jobs.engine.ray_failures import RestartPolicy, as_fatal, describe_failure
+from jobs.engine.ray_private import forget_snapshot
 from jobs.engine.ray_train import ElasticPolicy
 from jobs.engine.resumption import DiskFullError, Resumption, naming_full_disk, write_record
 from pipelines.storage import read_json, write_json
@@ -330,3 +338,34 @@ def test_what_readers_leave_free_for_a_moment_is_no_room(cluster: Cluster) -> No
     cluster.step += 1
     assert [look(policy, 2) for _ in range(2)] == [None, None]
     assert cluster.num_saves == 0
+
+
+def test_resources_that_go_again_end_the_wish_to_grow(cluster: Cluster) -> None:
+    cluster.total = [{"CPU": 2.0}]
+    policy = cluster.make_policy([1, 2])
+    cluster.free = [{"CPU": 1.0}]
+    assert look(policy, 1) is None
+    cluster.free = [{"CPU": 0.0}]
+    cluster.step = 9
+    assert look(policy, 1) is None
+    cluster.free = [{"CPU": 1.0}]
+    assert look(policy, 1) is None
+    assert cluster.num_saves == 2
+
+
+@pytest.mark.parametrize("change", [{"ray_version": "2.1", "current_report_index": "many"}, {}])
+def test_ray_train_does_not_start_from_a_snapshot_of_another_version_or_without_a_checkpoint(
+    tmp_path: Path, change: dict[str, str]
+) -> None:
+    def open_manager() -> CheckpointManager:
+        storage = StorageContext(storage_path=str(tmp_path), experiment_dir_name="run")
+        return CheckpointManager(CheckpointConfig(), storage)
+
+    state = json.loads(open_manager()._save_state())
+    gone = {"checkpoint_dir_name": "checkpoint-00000005", "metrics": {}}
+    state |= {"checkpoint_results": [gone], "checkpoint_report_indices": [0], "latest_checkpoint_result": gone}
+    (tmp_path / "run" / "checkpoint_manager_snapshot.json").write_text(json.dumps(state | change))
+    with pytest.raises(CheckpointManagerInitializationError):
+        open_manager()
+    forget_snapshot(str(tmp_path / "run"))
+    assert open_manager().latest_checkpoint_result is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,3 +95,9 @@ def test_every_option_of_the_section_temperature_reaches_the_network() -> None:
     assert {name: network[name] for name in changed} == changed
     assert network["rho"] == 2.0
     assert (section.loss_config.rho, section.loss_config.tau_max) == (2.0, 0.9)
+
+
+def test_rho_is_adjusted_after_the_checkpoint_of_a_run_whose_rho_was_constant(tmp_path: Path) -> None:
+    steering = RhoSteering(target=0.5, gain=5.0, rho=1.0, limit=7.0, tau_range=(0.001, 2.0), apply=print)
+    steering.load(tmp_path)
+    assert steering.scores() == {"rho": 1.0}
