@@ -219,11 +219,8 @@ class _TarReader:
                     key, parts = found, {}
                 part = _read_part(info, member, self._name)
                 if suffix in parts:
-                    where, detail = (
-                        f"{self._name}/{key}",
-                        "the tar holds several members of this name; the first one stays",
-                    )
-                    yield Problem(ProblemKind.DUPLICATED_KEY, where, detail)
+                    detail = "the tar holds several members of this name; the first one stays"
+                    yield Problem(ProblemKind.DUPLICATED_KEY, f"{self._name}/{key}", detail)
                 else:
                     parts[suffix] = part
         except tarfile.TarError as error:
