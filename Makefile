@@ -130,7 +130,7 @@ bench: setup  ## Ratios of benchmarks/README.md: losses beside peers, steps, dec
 	$(RUN) benchmarks.scaling
 	$(RUN) benchmarks.band_search
 
-gpu-check: setup  ## On a machine with a GPU: tokens/s and MFU of GPT-2 124M, eager and compiled, dense mask and FlexAttention, with and without a TempNet
+gpu-check: setup  ## On a machine with a GPU: tokens/s and MFU of GPT-2 124M, eager and compiled, dense mask and FlexAttention, with and without a TempNet, autocast and bfloat16 weights
 	$(RUN) benchmarks.train_step --gpu-check
 
 docs: .venv-docs/.ready  ## Build the documentation site in site/, warnings as errors; open site/index.html

@@ -3,7 +3,8 @@
     .venv/bin/python -m benchmarks.train_step [--batch-size 8] [--sequence-length 256] [--precision bf16]
 
 The shape is that of `train_lm gpt2-scratch` (12 layers, width 768, 50 257 tokens padded to 50 304, d1 = d2 = 256), with
-random weights and tokens. A step is forward, backward, clipping and AdamW.
+random weights and tokens. A step is forward, backward, clipping and AdamW. In bf16 the base's products run under autocast;
+another form has DeepSpeed hold all weights, the TempNet's too, in bfloat16 with float32 masters.
 
     .venv/bin/python -m benchmarks.train_step --gpu-check      (`make gpu-check`)
 
@@ -16,17 +17,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 import tyro
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import is_flash_attn_2_available
 
 from benchmarks.measure import print_setting, print_table, ratios, spread
+from jobs.engine.deepspeed_engine import deepspeed
 from jobs.engine.hardware import peak_flops_per_second
 from jobs.studies.reproduction.direct import time_in_turn, training_step
 from tempnet import TempNet, TempNetConfig
@@ -35,7 +40,8 @@ from tempnet.models.packing import FLASH, FLEX
 from tempnet.softmax.config import TemperatureLossConfig
 
 VOCAB_SIZE, NUM_LOGITS = 50_257, 50_304
-FORMS = {"ce": "ce", "dro + TempNet": "dro"}
+BF16_WEIGHTS = "dro + TempNet, bfloat16 weights"
+FORMS = {"ce": "ce", "dro + TempNet": "dro", BF16_WEIGHTS: "dro"}
 """Name of a form → loss."""
 
 
@@ -70,7 +76,7 @@ def make_module(
         network,
         TemperatureLossConfig(name=loss, rho=arguments.rho),
         vocab_size=VOCAB_SIZE,
-        autocast_dtype=torch.bfloat16 if arguments.precision == "bf16" else None,
+        autocast_dtype=torch.bfloat16 if arguments.precision == "bf16" and name != BF16_WEIGHTS else None,
     )
     shape = (arguments.batch_size, arguments.sequence_length)
     ids, targets = torch.randint(VOCAB_SIZE, (2, *shape))
@@ -80,6 +86,33 @@ def make_module(
     # A document begins at every 300th token or so, in other places in every row.
     starts = (torch.rand(shape) < 1 / 300).long() * places
     return module, (ids, places - starts.cummax(-1).values, targets)
+
+
+def make_step(name: str, module: TemperatureCausalLM, batch: Sequence[Tensor]) -> Callable[[], None]:
+    """Return the step of a form, forward, backward, clipping and AdamW, always with the same batch."""
+    if name != BF16_WEIGHTS:
+        return training_step(module, *batch)
+    if not dist.is_initialized():
+        os.environ |= {"LOCAL_RANK": "0"}  # DeepSpeed reads it
+        dist.init_process_group("nccl" if batch[0].is_cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        optimizer=torch.optim.AdamW(module.parameters(), lr=1e-5, fused=True),
+        config={
+            "train_micro_batch_size_per_gpu": len(batch[0]),
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 1},
+            "gradient_clipping": 1.0,
+            "steps_per_print": 1 << 60,
+        },
+        dist_init_required=False,
+    )
+
+    def step() -> None:
+        engine.backward(engine(*batch)["loss"])
+        engine.step()
+
+    return step
 
 
 def gpu_check(arguments: Arguments) -> None:
@@ -111,11 +144,11 @@ def measure_forms(
         module.to(device)
         if "compiled" in kinds:
             compile_blocks(module.base)
-        ids, positions, targets = (tensor.to(device) for tensor in batch)
+        num_base = sum(weights.numel() for weights in module.base.parameters())
+        batch = ids, positions, targets = tuple(tensor.to(device) for tensor in batch)
+        steps[name] = make_step(name, module, batch)
         with torch.no_grad():
             losses[name] = float(module(ids, positions, targets)["loss"])
-        steps[name] = training_step(module, ids, positions, targets)
-    num_base = sum(weights.numel() for weights in module.base.parameters())
     seconds = time_in_turn(steps, arguments.num_rounds)
     rows = []
     for name, values in seconds.items():
@@ -135,8 +168,10 @@ def main(arguments: Arguments) -> None:
     print_setting(arguments, "torch", "transformers")
     steps = {}
     for name in FORMS:
+        if name == BF16_WEIGHTS and arguments.precision == "fp32":
+            continue
         module, batch = make_module(name, arguments, arguments.attention)
-        steps[name] = training_step(module, *batch)
+        steps[name] = make_step(name, module, batch)
     seconds = time_in_turn(steps, arguments.num_rounds)
     rows = [[name, f"{statistics.median(of):.2f}", spread(ratios(of, seconds["ce"]))] for name, of in seconds.items()]
     print_table([f"width 768, V {VOCAB_SIZE}", "s", "of ce"], rows)
