@@ -111,8 +111,6 @@ def test_many_failures_in_a_row_end_the_work(cluster: dict[str, str], capsys: py
     outcome = map_with(build, 30)
     assert (len(outcome.failed), set(outcome.failed.values())) == (20, {"FileNotFoundError: no such model"})
     assert "20 failures one after another: the 10 units left are not tried" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"workers\.num_workers"):
-        map_with(build, 1, num_workers=100)
 
 
 def test_what_readers_and_workers_count_of_repeated_requests_is_said_once(
