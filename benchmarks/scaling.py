@@ -46,7 +46,6 @@ class Arguments:
     """What to measure."""
 
     num_rounds: int = 3
-    """Number of rounds."""
     seconds: float = 25.0
     """Seconds for which every form trains in a round."""
     zero_stages: tuple[int, ...] = (0, 2)
@@ -67,7 +66,8 @@ class Training:
         )
         self._steps: list[tuple[float, int]] = []
         self._lines: list[str] = []
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -77,10 +77,9 @@ class Training:
                 self._steps.append((time.monotonic(), int(found[1])))
 
     def wait_for(self, step: int) -> None:
-        """Wait until a step is printed, and stop; raise RuntimeError with the last lines if the training has ended."""
+        """Wait until a step is printed, and stop; a training that has ended raises RuntimeError with its last lines."""
         while not self._steps or self._steps[-1][1] < step:
-            if self._process.poll() is not None:
-                raise RuntimeError("".join(self._lines[-40:]))
+            self._check(is_running=self._process.poll() is None)
             time.sleep(0.1)
         self._send(signal.SIGSTOP)
 
@@ -90,7 +89,8 @@ class Training:
         return len(self._steps)
 
     def stop(self, start: int) -> float:
-        """Stop; return the tokens a second between the first and the last line since the start."""
+        """Stop; return the tokens a second between the first and the last line since the start, of at least two."""
+        self._check(is_running=self._process.poll() is None and len(self._steps) > start + 1)
         self._send(signal.SIGSTOP)
         (first, at), *_, (last, step) = self._steps[start:]
         return (step - at) * self._num_tokens / (last - first)
@@ -100,10 +100,16 @@ class Training:
         self._send(signal.SIGKILL)
         self._process.wait()
 
+    def _check(self, *, is_running: bool) -> None:
+        if not is_running:
+            self._reader.join(timeout=1.0)
+            raise RuntimeError(f"a training has ended, or is too slow for a round:\n{''.join(self._lines[-40:])}")
+
     def _send(self, number: signal.Signals) -> None:
-        for process in [*psutil.Process(self._process.pid).children(recursive=True), self._process]:
-            with suppress(psutil.NoSuchProcess, ProcessLookupError):
-                process.send_signal(number)
+        if self._process.poll() is None:
+            for process in [*psutil.Process(self._process.pid).children(recursive=True), self._process]:
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
 
 
 def train_alone(batch_size: int) -> NoReturn:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import closing
+
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
@@ -9,6 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks import product_paths
 from benchmarks.product_paths import FACTORS, TARGETS
+from benchmarks.scaling import Training
 from benchmarks.softmax_loss import fused_losses
 
 
@@ -37,3 +42,19 @@ def test_a_right_product_is_what_python_computes(
         # Nothing is written as "+ 0", so that no path has two forms.
         is_right = first * second == shown and reached == target and (sign, apart) != ("-", 0)
         assert product_paths.verify({"target": target, "text": text}) == float(is_right)
+
+
+@pytest.mark.parametrize("num_lines", [1, 30])
+def test_a_training_that_ends_says_its_last_lines(num_lines: int) -> None:
+    """It may end before its first step that counts, or in a round; what is ended afterwards hides nothing."""
+    code = f"import time\nfor i in range({num_lines}): print(f'step {{i}}/', flush=True); time.sleep(.02)\nprint('disk full')"
+
+    def measure() -> None:
+        with closing(Training([sys.executable, "-c", code], 1)) as training:
+            training.wait_for(1)
+            start = training.start()
+            training._process.wait()
+            training.stop(start)
+
+    with pytest.raises(RuntimeError, match="disk full"):
+        measure()
