@@ -109,7 +109,7 @@ def linear_language_model_losses(
 ) -> list[LinearLoss]:
     """Compute the losses of K networks, which share the logits, their norms and their maxima.
 
-    Each result is that of the network alone, but with several hidden states and output weight get no gradients.
+    Each result is that of the network alone, but hidden states and output weight get no gradients from several.
 
     Args:
         hidden: (N, d) hidden states in float32, bfloat16 or float64. Sums are computed in float32 at least.

@@ -303,10 +303,10 @@ def add_tokens_in_chunks(losses: Sequence[TokenLoss], targets: Tensor) -> None:
     # A network that reads the logits as they are needs those of the weight as it is, which suit the others too.
     base = next((loss for loss in losses if not loss.plan.is_free_of_shifts), first)
     num_tokens, size = len(targets), first.plan.chunk_size
-    buffers = first.losses.new_empty(2, min(size, num_tokens), first.plan.vocab_size)
+    buffers = first.losses.new_empty(min(len(losses), 2) + 1, min(size, num_tokens), first.plan.vocab_size)
     for start in range(0, num_tokens, size):
         part = slice(start, min(start + size, num_tokens))
-        logits, work = buffers[:, : part.stop - start]
+        logits, work, *spare = buffers[:, : part.stop - start]
         cap_slope = base.write_logits(part, logits)
         predicted = _temperatures(losses, first.hidden[part], logits)
         safe_targets = targets[part].where(targets[part] != IGNORE_INDEX, 0).unsqueeze(-1)
@@ -316,8 +316,7 @@ def add_tokens_in_chunks(losses: Sequence[TokenLoss], targets: Tensor) -> None:
         if len(losses) == 1:
             terms = [_compute_softmax(shifted.div_(predicted[0][0].unsqueeze(-1)), safe_targets, work)]
         else:
-            scores = torch.empty_like(shifted)
-            divided = (torch.div(shifted, tau.unsqueeze(-1), out=scores) for tau, _ in predicted)
+            divided = (torch.div(shifted, tau.unsqueeze(-1), out=spare[0]) for tau, _ in predicted)
             terms = [_compute_softmax(one, safe_targets, work) for one in divided]
         for loss, (tau, prediction), at_tau in zip(losses, predicted, terms, strict=True):
             logits_scale = loss.add(part, targets[part], tau, prediction, at_tau, at_one)
