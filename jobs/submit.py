@@ -102,7 +102,8 @@ def main(arguments: Sequence[str]) -> int:
             from jobs.submission.ray_jobs import Submitter
 
             return Submitter(request, entrypoint).run()
-        manifest = json.loads(json.dumps(ray_job(request, entrypoint)))  # what occurs several times is written in full
+        # What occurs several times is written in full, and a date as the text that Kubernetes wants.
+        manifest = json.loads(json.dumps(ray_job(request, entrypoint), default=str))
         text = yaml.safe_dump(manifest, sort_keys=False, width=120)
         if request.output:
             Path(request.output).parent.mkdir(parents=True, exist_ok=True)

@@ -176,11 +176,11 @@ def test_the_readmes_ray_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_ray_job_has_the_cluster_of_an_overlay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     *objects, expected = manifests_of(FULL)
     file = tmp_path / "cluster.yaml"
-    file.write_text(yaml.safe_dump_all(objects))
+    file.write_text(yaml.safe_dump_all(objects).replace("  headGroupSpec:", "  day: 2026-11-30\n  headGroupSpec:"))
     assert submit.main(["rayjob", "--cluster", str(file), "--name", "mine", "--", "train_lm", "gpt2-scratch"]) == 0
     job = yaml.safe_load(capsys.readouterr().out)
     assert job["metadata"] == expected["metadata"] | {"name": "mine"}
-    assert job["spec"]["rayClusterSpec"] == expected["spec"]["rayClusterSpec"]
+    assert job["spec"]["rayClusterSpec"] == expected["spec"]["rayClusterSpec"] | {"day": "2026-11-30"}
     for text, name, message in (
         ("", "Mine", "name = 'Mine' must consist of"),
         ("kind: Service", "mine", "must hold one object of kind RayCluster, not 0"),
