@@ -57,11 +57,13 @@ def parse_preset(
         )
         raise SystemExit(0 if arguments else REFUSED)
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    own.add_argument("--config", default="")
-    own.add_argument("--save", default="")
+    own.add_argument("--config")
+    own.add_argument("--save")
     own.add_argument("--dry-run", action="store_true")
     try:
         given, rest = own.parse_known_args(arguments)
+        if "" in (given.config, given.save):  # such as a variable of the shell that is not set
+            raise ValueError("--config and --save need the name of a file")
         values = read_config_file(given.config) if given.config else {}
     except (argparse.ArgumentError, ValueError) as error:
         fail(str(error))

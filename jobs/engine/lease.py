@@ -118,10 +118,8 @@ class Lease:
                 self._is_gone = self._look_for_directory()
                 if held is not None and not self._is_mine(held):
                     self._lost_to = held
-                if self._is_gone or self._lost_to:
-                    signal.pthread_kill(
-                        threading.main_thread().ident or 0, signal.SIGINT
-                    )  # ends the run as Ctrl-C does
+                if self._is_gone or self._lost_to:  # the run ends as by Ctrl-C
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
                     return
                 self._beat()
             except OSError:

@@ -455,6 +455,8 @@ def test_a_configuration_file_is_refused_by_name(
     [
         ("gpt2-scrath-small", "did you mean gpt2-scratch-small"),
         ("gpt2-scratch-small --temperature.roh 3", "--temperature.rho"),
+        ("gpt2-scratch-small --config=", "--config and --save need the name of a file"),
+        ("gpt2-scratch-small --dry-run --save=", "--config and --save need the name of a file"),
         # What tyro refuses is shown with the help of the option.
         ("gpt2-scratch-small --run.num-steps many", "Number of optimizer steps."),
     ],
