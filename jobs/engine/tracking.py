@@ -19,6 +19,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -73,7 +74,7 @@ def resolve_uri(tracking: TrackingSection, storage: str) -> str:
         address = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
         with urllib.request.urlopen(address, timeout=_SECONDS_TO_ANSWER):
             return uri
-    except OSError as error:
+    except (OSError, HTTPException) as error:  # the latter: it is no server of HTTP, or the port is no number
         is_asked = not urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2])
         proxies = urllib.request.getproxies() if is_asked else {}
         proxy = proxies.get(parts.scheme, proxies.get("all", ""))

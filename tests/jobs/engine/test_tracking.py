@@ -366,7 +366,9 @@ def test_a_server_gets_the_login_and_nobody_else_sees_it(server: str, caplog: py
     assert SECRET not in "".join(warnings) + caplog.text
 
 
-@pytest.mark.parametrize("uri", [f"http://me:{SECRET}@127.0.0.1:9", f"ftp://me:{SECRET}@h"])
+@pytest.mark.parametrize(
+    "uri", [f"http://me:{SECRET}@127.0.0.1:9", f"http://me:{SECRET}@127.0.0.1:9x", f"ftp://me:{SECRET}@h"]
+)
 def test_a_server_that_is_not_there(
     uri: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
