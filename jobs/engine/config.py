@@ -370,9 +370,8 @@ class TrainingConfig:
                     )
         size, micro = self.optimizer.batch_size, self.optimizer.micro_batch_size
         if self.workers.micro_batch == "auto" and (micro or not self.accumulates_gradients):
-            fixed = (
-                f"optimizer.micro_batch_size = {micro}, which auto chooses; give 0" if micro else "a task without them"
-            )
+            fixed = f"optimizer.micro_batch_size = {micro}, which auto chooses; give 0"
+            fixed = fixed if micro else "a task without micro-batches"
             raise ValueError(f"workers.micro_batch = 'auto' does not go together with {fixed}")
         if not self.has_blocks and (self.workers.compile == "on" or self.workers.memory_gib is not None):
             name = "compile" if self.workers.compile == "on" else "memory_gib"

@@ -388,8 +388,7 @@ def find_outcome(config: Named) -> dict[str, Any] | None:
                 "configuration.json that they were made with: bring it back, delete the directory, or choose another run.name"
             )
         return None
-    changed = differences(masked(held), recorded_values(config))
-    if changed:
+    if changed := differences(masked(held), recorded_values(config)):
         raise ValueError(
             f"run.name = {config.run.name!r} is taken in {config.run.resolved_storage} by another configuration: "
             f"{'; '.join(changed)}. Choose another run.name, or delete {directory}"

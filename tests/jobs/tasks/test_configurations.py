@@ -113,7 +113,7 @@ REFUSED: dict[str, dict[str, str]] = {
             "distillation.keep = 'entropy' needs temperature.target_entropy or temperature.rho",
     },
     PAIRS: {
-        "--workers.micro-batch auto": "workers.micro_batch = 'auto' does not go together with a task without",
+        "--workers.micro-batch auto": "does not go together with a task without micro-batches",
         "--workers.compile on": "workers.compile = 'on' is for language models",
         "--workers.memory-gib 1": "workers.memory_gib = 1.0 is for language models",
         "--optimizer.micro-batch-size 32": "optimizer.micro_batch_size = 32: a contrastive loss compares all samples",
