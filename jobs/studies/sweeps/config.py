@@ -15,6 +15,7 @@ from jobs.engine.fields import (
     added_later,
     check_not_negative,
     find_duplicate,
+    flat_fields,
     may_differ,
     named_values,
     with_fields,
@@ -143,6 +144,10 @@ class SweepConfig(Generic[Base]):
     sweep: SweepSection
 
     def __post_init__(self) -> None:
+        for name, _, metadata in flat_fields(self.base):
+            # Such a value is not recorded either, so that the runs would not be found by it.
+            if name in self.sweep.values and metadata.get("is_free_to_change"):
+                raise ValueError(f"sweep.axes: {name} does not change the outcome of a run")
         # The corners come first, as the user typed their values; if a point between them is invalid, one of the corners
         # is too.
         for point in [*list_corners(self.sweep.values), *next(self.start())]:
@@ -250,12 +255,9 @@ def name_of(point: Mapping[str, float]) -> str:
 
 
 def with_values(config: Base, point: Mapping[str, float]) -> Base:
-    """Return a configuration with the values of a point, numbers that change a run; ValueError names the axis of others."""
+    """Return a configuration with the values of a point; ValueError names the axis of one that is no number."""
     values: dict[str, float | int] = {}
     for name, value in point.items():
-        section, _, field = name.rpartition(".")
-        if section == "run" and field not in ("seed", "num_steps"):
-            raise ValueError(f"sweep.axes: {name} does not change the outcome of a run")
         kind = _kind(config, name)
         if kind not in ("int", "float"):
             raise ValueError(f"sweep.axes: {name} is not a number but {kind}")

@@ -225,9 +225,10 @@ def _run_tune(sweep: Sweep, parent: TrackedRun | None, num_at_once: int) -> tupl
 def match_runs(
     results: Sequence[Any], found: Runs, axes: Iterable[str], reasons: Mapping[str, str]
 ) -> tuple[Runs, dict[str, str], dict[str, str]]:
-    """Return the runs in the order of Tune's results, and the errors and reasons (by trial ID) of those that ended early.
+    """Return the runs in the order of Tune's results, and by their names errors and reasons of those that ended early.
 
-    A trial that went on from another's checkpoint is a run of its own, whose name begins with that of its values.
+    `reasons` has the IDs of trials. A trial that went on from another's checkpoint is a run of its own, whose name begins
+    with that of its values.
     """
     runs, errors, early = Runs(), dict[str, str](), dict[str, str]()
     for result in results:

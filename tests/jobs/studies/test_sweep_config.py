@@ -46,6 +46,7 @@ def test_presets_are_grids_of_sixteen_runs(name: str) -> None:
             "sweep.axes: a worker's share of the batch, 16, is not divisible",
         ),
         ({"axes": ("run.log-every=2,3",)}, "run.log_every does not change the outcome of a run"),
+        ({"axes": ("workers.num-workers=1,2",)}, "workers.num_workers does not change the outcome of a run"),
         ({"axes": ("temperature.rho=a",)}, "temperature.rho=a is not FIELD=VALUE,VALUE"),
         ({"axes": ("temperature.rho=nan",)}, "temperature.rho=nan must be finite"),
         ({"axes": ("optimizer.learning-rate-base=1e-3,0.001",)}, "optimizer.learning_rate_base lists 0.001 twice"),
