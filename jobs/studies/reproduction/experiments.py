@@ -280,8 +280,8 @@ def read_claim(claim: str | Mapping[str, Any], arms: Sequence[str], measures: Se
         own, order, margin = found[1], found[2], float(found[4] or 0.0)
         for name, other in itertools.product(head.split(" | "), found[3].split(" | ")):
             text = f"{name}: {own} {order} {other}" + (f" − {margin:g}" if margin else "")
-            weights = difference(own, other, name) if order == ">" else difference(other, own, name)
-            yield Statement(text=text, weights=weights, low=0.0 - margin)
+            more, less, low = (own, other, 0.0 - margin) if order == ">" else (other, own, margin)
+            yield Statement(text=text, weights=difference(more, less, name), low=low)
     else:
         raise ValueError(f"experiments.yaml: no known form of a claim: {claim!r}")
 

@@ -133,23 +133,21 @@ def _measure(work: Reproduction, planned: PlannedStudy) -> Replicates:
 
 def _score_runs(work: Reproduction, planned: PlannedStudy, outcomes: Outcomes) -> Replicates:
     study, done = planned.study, outcomes.finished
-    finished = {
-        run.name: FinishedRun(run.config, done[run.name]) for run in planned.runs if run.name in outcomes.finished
-    }
+    finished = {run.name: FinishedRun(run.config, done[run.name]) for run in planned.runs if run.name in done}
     scores: dict[str, dict[str, float]] = {name: scores_of(run.outcome) for name, run in finished.items()}
     # Runs that others start from may not be rows of the table, and may be of another kind.
     bases = {arm.after for arm in study.arms}
     rows = {run.name for run in planned.runs if run.arm.name not in bases}
     wanted = [run for name, run in finished.items() if name in rows]
     if study.scoring and wanted:
-        use_gpu = wanted[0].config.workers.use_gpu
+        workers = LanguageModelPool(num_workers=2, cpus_per_worker=0.5)
+        if wanted[0].config.workers.use_gpu:
+            workers = LanguageModelPool(num_workers=4, use_gpu=True)
         found = study.scoring.scores(
             wanted,
             {name: path for name, path in work.scoring_data.items() if name in study.scoring.data},
             storage=work.config.run.directory,
-            workers=LanguageModelPool(num_workers=4, use_gpu=True)
-            if use_gpu
-            else LanguageModelPool(num_workers=2, cpus_per_worker=0.5),
+            workers=workers,
             tracking=TrackingSection(enabled=False),
         )
         for name, more in found.items():

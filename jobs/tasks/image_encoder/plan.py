@@ -84,10 +84,8 @@ class ImageEncoderPlan(Plan[ImageEncoderConfig]):
                 "data.train has; the linear probe is wrong about them",
                 flush=True,
             )
-        data, num_classes = (
-            DataReference(train=train.directory, validation=validation.directory),
-            len(np.unique(classes)),
-        )
+        data = DataReference(train=train.directory, validation=validation.directory)
+        num_classes = len(np.unique(classes))
         return PreparedTask(
             create_task=partial(create_task, "jobs.tasks.image_encoder.task:ImageEncoderTask", config, data),
             num_samples=train.num_pairs,
