@@ -8,6 +8,7 @@ extended header, whatever sizes the archive claims.
 
 from __future__ import annotations
 
+import os
 import tarfile
 from collections.abc import Iterator
 from typing import BinaryIO
@@ -192,8 +193,9 @@ class _Source:
     """A stream and the position in it."""
 
     def __init__(self, stream: BinaryIO, position: int) -> None:
-        self._stream, self._can_seek, self.position = stream, stream.seekable(), position
-        if self._can_seek:
+        self._stream, self.position = stream, position
+        self._size = stream.seek(0, os.SEEK_END) if stream.seekable() else None
+        if self._size is not None:
             stream.seek(position)
 
     def read(self, num_bytes: int) -> bytes:
@@ -204,10 +206,10 @@ class _Source:
 
     def skip(self, num_bytes: int) -> bool:
         """Skip `num_bytes` bytes; return whether there are so many."""
-        if self._can_seek and num_bytes:
-            self._stream.seek(self.position + num_bytes - 1)
-            self.position += num_bytes - 1
-            num_bytes = 1
+        if self._size is not None:  # A header may claim more bytes than there are positions to seek.
+            num_skipped = min(num_bytes, self._size - self.position)
+            self.position = self._stream.seek(self.position + num_skipped)
+            return num_skipped == num_bytes
         while num_bytes > 0 and (data := self.read(min(num_bytes, _BYTES_SKIPPED))):
             num_bytes -= len(data)
         return not num_bytes

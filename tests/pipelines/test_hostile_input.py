@@ -138,6 +138,16 @@ def test_a_size_that_is_no_number_is_damage(size: str) -> None:
         list(tar_members(io.BytesIO(data)))
 
 
+@pytest.mark.parametrize("size", [2**62, 2**63, 2**80])
+def test_a_member_of_a_size_that_no_file_has_is_damage(tmp_path: Path, size: int) -> None:
+    info = tarfile.TarInfo("other")
+    info.size = size
+    path = tmp_path / "a.tar"
+    path.write_bytes(member("1.jsonl", b'"one"') + info.tobuf(tarfile.GNU_FORMAT) + b"x" * 2000)
+    with path.open("rb") as file, pytest.raises(tarfile.ReadError, match="ends within other"):
+        list(tar_members(file))
+
+
 NAMES = st.text(st.characters(min_codepoint=33, exclude_categories=["Cs", "Cc"]), min_size=1, max_size=300).filter(
     lambda name: not name.startswith("/") and not name.endswith("/")
 )
