@@ -234,18 +234,20 @@ class PartPreparer:
 
         Raises:
             TooManyProblemsError: if too many of the records that were read so far are unreadable.
-            OSError: if the part cannot be read or written. It is tried again when it is asked for again.
+            OSError: if the part cannot be read or written. As after a crash, it is tried again when it is asked for again.
         """
         self._num_wanted = max(self._num_wanted, self._positions[part] + 1)
         for number in self._order[: self._num_wanted + self._settings.num_parts_ahead]:
             if number not in self._entries and number not in self._running:
                 self._running[number] = self._submit(number)
         if part not in self._entries:
+            running = self._running[part]
             try:
-                record, retries = await self._running[part]
-            except ray.exceptions.RayTaskError as error:
-                self._running.pop(part, None)
-                raise error.cause from None
+                record, retries = await running
+            except ray.exceptions.RayError as error:
+                if self._running.get(part) is running:  # Others may have waited for it, too, and begun it anew.
+                    del self._running[part]
+                raise (error.cause if isinstance(error, ray.exceptions.RayTaskError) else error) from None
             if part not in self._entries:  # Others may have waited for it, too.
                 RETRIES.add(retries)
                 self._entries[part] = archive_from_json(record)

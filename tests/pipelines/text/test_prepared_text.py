@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import zstandard
 from support import write_corpus, write_jsonl_zst
 from text_archive_support import tar
@@ -19,7 +22,7 @@ from pipelines.problems import TooManyProblemsError
 from pipelines.stream import Batch, RankStream
 from pipelines.text import prepare as text_preparation
 from pipelines.text.blocks import BlockSource, read_range
-from pipelines.text.growing import GrowingManifest, GrowingSettings, load_or_grow
+from pipelines.text.growing import GrowingManifest, GrowingSettings, PartPreparer, load_or_grow
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import DocumentConfig, PackingConfig
 from pipelines.text.prepare import PrepareConfig, locate_text, prepare_text
@@ -225,3 +228,30 @@ def test_archives_that_are_written_again_between_their_parts_are_refused(
     records += [task.run(number) for number in range(1, len(task.parts))]
     with pytest.raises(OSError, match=r"a\.jsonl was written again between its parts: delete"):
         task.finish(records)
+
+
+def test_a_part_whose_task_crashed_is_prepared_when_it_is_asked_for_again(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, layout = configure(corpus / "train", corpus)
+    task = locate_text(config, layout, str(tmp_path))[0].divide()
+    crashed = iter([True])
+
+    async def run(_: object, part: int) -> tuple[dict[str, Any], int]:
+        await asyncio.sleep(0.01)
+        if next(crashed, False):
+            raise ray.exceptions.WorkerCrashedError
+        return task.run(part), 0
+
+    actor = PartPreparer.__ray_metadata__.modified_class
+    monkeypatch.setattr(ray, "put", lambda value: value)
+    monkeypatch.setattr(actor, "_submit", lambda self, part: asyncio.ensure_future(run(self, part)))
+
+    async def ask_twice() -> list[int]:
+        preparer = actor(task, GrowingSettings(seed=0, num_parts_ahead=0))
+        first = preparer._order[0]
+        answers = await asyncio.gather(preparer.wait_for(first), preparer.wait_for(first), return_exceptions=True)
+        assert [type(answer) for answer in answers] == [ray.exceptions.WorkerCrashedError] * 2
+        return await preparer.wait_for(first)
+
+    assert sum(asyncio.run(ask_twice())) > 0
