@@ -21,8 +21,6 @@ import zstandard
 
 from pipelines.archives import ArchiveFormat
 
-# Size of one read. It also bounds how much good data in front of the damage a *corrupt* stream can lose, because a
-# decoder that fails returns nothing of the read in which it failed.
 READ_BYTES = 32 * 2**10
 # Of an xz stream. Its highest preset needs 65 MiB.
 _MAX_XZ_BYTES = 2**28
@@ -30,8 +28,9 @@ _MAX_XZ_BYTES = 2**28
 _MAX_ZSTD_WINDOW_BYTES = 2**31
 # A window that needs no look at the machine's memory. It is what zstandard allows unless asked.
 _SMALL_ZSTD_WINDOW_BYTES = 2**27
-_TOO_LARGE = ": it needs a window of more memory than can be given to it: compress it again, with --long=27 or less"
-# What a decoder without a limit is given at a time: a kibibyte can hold 32 MiB, as four bytes of zstandard can be 128 KiB.
+_MAX_ZSTD_HEADER_BYTES = 18
+# What a decoder is given at a time: a kibibyte can hold 32 MiB, as four bytes of zstandard can be 128 KiB. It also bounds how
+# much good data in front of the damage is lost, because a decoder that fails returns nothing of what it was given.
 _PIECE_BYTES = 2**10
 _DECODER_ERRORS = (zlib.error, lzma.LZMAError, zstandard.ZstdError, OSError)  # the last, as bz2 calls data not its own
 
@@ -112,18 +111,23 @@ def _decompress_frames(
     if not data:
         raise DamagedError(f"the {name} stream has no header")
     while data:
-        decoder = new()
+        decoder, header = new(), b""
         while not decoder.eof:
             piece = b""
             if getattr(decoder, "needs_input", True):
                 if not data and not (data := stream.read(READ_BYTES)):
                     raise DamagedError(f"the {name} stream ends early")
                 piece, data = data[:_PIECE_BYTES], data[_PIECE_BYTES:]
+                header += piece[: _MAX_ZSTD_HEADER_BYTES - len(header)]
             try:
                 chunk = decoder.decompress(piece, *max_length)
             except _DECODER_ERRORS as error:
-                hint = _TOO_LARGE if "memory" in str(error) else ""
-                raise DamagedError(f"corrupt {name} stream: {error}{hint}") from error
+                detail = f"corrupt {name} stream: {error}"
+                if isinstance(error, zstandard.ZstdError) and "memory" in str(error):
+                    num_mib = zstandard.get_frame_parameters(header).window_size / 2**20
+                    detail += f": it needs a window of {num_mib:,.0f} MiB, more than can be given to it"
+                    detail += ": compress it again, with --long=27 or less"
+                raise DamagedError(detail) from error
             if chunk:
                 yield chunk
         data = (decoder.unused_data + data).lstrip(padding)
