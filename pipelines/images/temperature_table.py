@@ -9,7 +9,7 @@ Shapes: N pairs, d dimensions of an embedding.
 from __future__ import annotations
 
 import json
-import math
+import sys
 import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -145,4 +145,4 @@ def read_numbers(uri: str, archives: Sequence[ImageArchive], field: str) -> Iter
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -103,7 +103,7 @@ def test_only_named_images_of_a_tar_or_a_directory_are_read_and_one_that_is_gone
 def test_finite_numbers_are_read_and_everything_else_is_left_out(tmp_path: Path) -> None:
     records = {
         "a": {"n": 3}, "b/c.v1": {"n": 0.5}, "text": {"n": "3"}, "true": {"n": True}, "none": {"m": 1}, "list": [1],
-        "nan": {"n": float("nan")},
+        "nan": {"n": float("nan")}, "huge": {"n": 10**400},
     }  # fmt: skip
     files = {f"{key}.json": json.dumps(record).encode() for key, record in records.items()}
     # The first archive has no field, but an image of another key, and the last is cut within its first member.
