@@ -62,9 +62,7 @@ def persist(call: Callable[[], Result], unless: tuple[str, ...] = ()) -> Result:
         try:
             return call()
         except OSError as error:
-            is_final = isinstance(
-                error, FileNotFoundError | PermissionError
-            )  # the store would give the same answer again
+            is_final = isinstance(error, FileNotFoundError | PermissionError)  # the same answer would come again
             if is_final or _holds(str(error), _ACCESS + _BUCKET + _MISSING + unless) or attempt == _NUM_ATTEMPTS - 1:
                 raise
             RETRIES.add()
