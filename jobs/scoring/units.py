@@ -36,6 +36,7 @@ from ray.util.annotations import RayDeprecationWarning
 
 from jobs.engine import FailedError
 from jobs.engine.cluster import check_resources, start_ray
+from jobs.engine.config import resolve_directory
 from jobs.engine.console import clock
 from jobs.engine.fields import differences
 from jobs.engine.worker import CPU_ENVIRONMENT
@@ -119,8 +120,8 @@ class UnitStore:
 
 
 def absolute_output(output: str) -> str:
-    """Returns a directory of results as an absolute path or a URI; it need not exist."""
-    return output if "://" in output else resolve(output)[1]
+    """Returns a directory of results, which need not exist, as an absolute path or a URI (ValueError if it would be lost)."""
+    return resolve_directory("output", output)
 
 
 def part_file(archive: int, part: int) -> str:

@@ -25,7 +25,7 @@ from jobs.scoring.temperatures.texts import (
     total_figures,
 )
 from jobs.scoring.text_parts import Part, list_sources
-from jobs.scoring.units import UnitStore, part_file, to_parquet
+from jobs.scoring.units import UnitStore, absolute_output, part_file, to_parquet
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.inference import can_fold
 from tempnet.network import PAIRED_DIRECTORY, TempNet
@@ -181,6 +181,16 @@ def test_a_directory_is_read_as_archives_or_else_as_plain_text(
         "not read: 1 other files (c.py)",
         "not read: 3 other files (a.md, b.txt, c.py)",
     ]
+
+
+def test_results_go_to_a_place_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert absolute_output("s3://bucket/tau/") == "s3://bucket/tau"
+    with pytest.raises(ValueError, match=r"output = 's3://bucket/tau\?region=eu' must have no query"):
+        absolute_output("s3://bucket/tau?region=eu")
+    (tmp_path / "runtime_resources").mkdir()
+    monkeypatch.chdir(tmp_path / "runtime_resources")
+    with pytest.raises(ValueError, match=r"output = 'tau' is relative to the uploaded working directory"):
+        absolute_output("tau")
 
 
 def test_another_configuration_is_refused_with_what_differs(model: Path, text: Path, tmp_path: Path) -> None:
