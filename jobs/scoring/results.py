@@ -157,6 +157,7 @@ def publish_evaluation(
         ],
         "failed": dict(failed),
     }
+    digest = unit_key([*identity], 6)
     text = "\n".join([table, *(f"\nFAILED: {title}: {reason}" for title, reason in failed.items())]) + "\n"
 
     def write(local: Path) -> None:
@@ -169,15 +170,15 @@ def publish_evaluation(
         write,
         uri=uri,
         name=config.name,
-        digest=unit_key(list(identity)),
+        digest=digest,
         metrics={},
         note=text,
         status="FAILED" if failed else "FINISHED",
-        children={unit_key([*identity, column.title]): column for column in columns},
+        children={unit_key([*identity, column.title], 6): column for column in columns},
     )
     if failed:
         raise ScoringFailedError(failed, table)
-    return Results(columns=columns, table=table, identity=unit_key(list(identity)))
+    return Results(columns=columns, table=table, identity=digest)
 
 
 def publish_findings(

@@ -139,9 +139,9 @@ def settings_digest(settings: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def unit_key(content: Any) -> str:
-    """Returns a hash, as 24 hex digits, of the JSON value that decides what is in the file of a unit, for its name."""
-    return hashlib.blake2b(json.dumps(content).encode(), digest_size=12).hexdigest()
+def unit_key(content: Any, num_bytes: int = 12) -> str:
+    """Returns a hash, in hex digits, of the JSON value that decides what is in the file of a unit or in results."""
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=num_bytes).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -421,7 +421,8 @@ def test_what_is_recorded(mlflow_uri: str, tmp_path: Path) -> None:
     evaluation = EvaluateConfig(
         models=("m",), wikitext=str(tmp_path / "text.txt"), name="a", storage=str(tmp_path), tracking=secret
     )
-    publish_evaluation(evaluation, uri="", columns=[], table="", identity=[], failed={})
+    results = publish_evaluation(evaluation, uri="", columns=[], table="", identity=["a"], failed={})
+    assert results.identity == "5153fd05f520"  # by which a later release finds the same run
     written += (tmp_path / "a" / "results.json").read_text()
     plan = SentencePlan(config=config, tracking_uri=secret.uri, num_parameters=0, num_tempnet_parameters=0)
     written += plan.describe_lines(about={}, num_units=1, parameters="", num_trained=0)
