@@ -85,8 +85,8 @@ def percent_table(columns: Sequence[Column], titles: Mapping[str, str], *, hidde
 
 
 def write_results(path: Path, values: Mapping[str, Any]) -> None:
-    """Write results as JSON, which knows neither NaN nor infinity: they become null."""
-    finite = json.loads(json.dumps(values), parse_constant=lambda constant: None)
+    """Write results as JSON without secrets; it knows neither NaN nor infinity: they become null."""
+    finite = masked(json.loads(json.dumps(values), parse_constant=lambda constant: None))
     path.write_text(json.dumps(finite, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -162,7 +162,7 @@ def publish_evaluation(
 
     def write(local: Path) -> None:
         (local / "results.md").write_text(text, encoding="utf-8")
-        write_results(local / "results.json", masked(results))
+        write_results(local / "results.json", results)
 
     publish(
         config,

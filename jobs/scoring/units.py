@@ -39,9 +39,10 @@ from jobs.engine.cluster import check_resources, start_ray
 from jobs.engine.config import resolve_directory
 from jobs.engine.console import clock
 from jobs.engine.fields import differences
+from jobs.engine.masking import masked
 from jobs.engine.worker import CPU_ENVIRONMENT
 from jobs.scoring.config import PoolSection
-from pipelines.storage import create_directory, read_bytes, read_json, resolve, write_bytes, write_json
+from pipelines.storage import create_directory, read_bytes, read_json, resolve, split_query, write_bytes, write_json
 from pipelines.store_errors import RETRIES, RetryLog
 from pipelines.stream import Batch
 
@@ -372,8 +373,8 @@ class Worker:
 
 
 def describe_error(error: BaseException) -> str:
-    """Returns the type and the text of an exception in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    """Returns the type and the text of an exception in one line, without secrets."""
+    return masked(" ".join(f"{type(error).__name__}: {error}".split()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -407,6 +408,7 @@ def model_labels(paths: Sequence[str]) -> list[str]:
 
     It is the whole path if another model has the same; a path that occurs several times has numbered labels.
     """
+    paths = [split_query(masked(path))[0] for path in paths]
     parts = [[part for part in path.split("/") if part] for path in paths]
     short = [names[-2] if names[-1] == "export" and len(names) > 1 else names[-1] for names in parts]
     labels = [name if short.count(name) == 1 else path for name, path in zip(short, paths, strict=True)]

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from jobs.engine.export import model_digest, tempnet_digest
 from jobs.engine.fields import absolute_path
+from jobs.engine.masking import masked
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.language_models.config import NO_TEMPNET, EvaluateConfig
 from jobs.scoring.language_models.harness import Tasks, TemperedLM, run_task
@@ -238,8 +239,8 @@ class Evaluator:
             results[name] = run_task(lm, self._tasks, unit.task, limit=config.limit, num_fewshot=config.num_fewshot)
         for name, key in unit.keys.items():  # these come last, since their existence marks the unit as finished
             files[f"{key}.json"] = {
-                "model": spec.path,
-                "tempnet": spec.tempnet,
+                "model": masked(spec.path),
+                "tempnet": masked(spec.tempnet),
                 "temperature": name,
                 "task": unit.task,
                 "part": unit.part,

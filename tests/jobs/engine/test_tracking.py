@@ -41,6 +41,7 @@ from jobs.engine.tracking import (
     sqlite_file,
     where_to_browse,
 )
+from jobs.scoring import units
 from jobs.scoring.language_models.config import EvaluateConfig
 from jobs.scoring.mlflow_models import record_models
 from jobs.scoring.results import publish_evaluation
@@ -421,7 +422,10 @@ def test_what_is_recorded(mlflow_uri: str, tmp_path: Path) -> None:
     evaluation = EvaluateConfig(
         models=("m",), wikitext=str(tmp_path / "text.txt"), name="a", storage=str(tmp_path), tracking=secret
     )
-    results = publish_evaluation(evaluation, uri="", columns=[], table="", identity=["a"], failed={})
+    labels = units.model_labels([f"s3://me:{SECRET}@b/{name}/export?key={SECRET}" for name in ("a", "a", "b")])
+    assert labels == ["s3://***@b/a/export (1)", "s3://***@b/a/export (2)", "b"]
+    table = " ".join([*labels, units.describe_error(ValueError(f"no {secret.uri}"))])
+    results = publish_evaluation(evaluation, uri="", columns=[], table=table, identity=["a"], failed={})
     assert results.identity == "5153fd05f520"  # by which a later release finds the same run
     written += (tmp_path / "a" / "results.json").read_text()
     plan = SentencePlan(config=config, tracking_uri=secret.uri, num_parameters=0, num_tempnet_parameters=0)
