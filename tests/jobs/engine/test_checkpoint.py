@@ -33,6 +33,7 @@ from jobs.engine.checkpoint import (
 from jobs.engine.config import RunSection, TrainingConfig
 from jobs.engine.resumption import (
     RECORD_FILE,
+    DiskFullError,
     FatalTrainingError,
     Resumption,
     best_checkpoint,
@@ -108,7 +109,7 @@ def test_a_part_that_cannot_be_uploaded_leaves_no_copy(tmp_path: Path) -> None:
     (tmp_path / "part").mkdir()
     (tmp_path / "part" / "state.json").write_text("{}")
     (tmp_path / "run").write_text("a file in the place of the run's directory")
-    with pytest.raises(OSError, match="run"):
+    with pytest.raises(DiskFullError, match=rf"{tmp_path}/run/checkpoint-00000005"):
         upload_part(tmp_path / "part", str(tmp_path / "run" / "checkpoint-00000005"), rank=0, world_size=1, group="")
     assert not (tmp_path / "part").exists()
 

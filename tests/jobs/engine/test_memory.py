@@ -44,6 +44,9 @@ def test_zero_divides_optimizer_gradients_and_weights_in_turn() -> None:
     workers = WorkersSection(num_workers=4, zero_stage=3, precision="bf16", offload_optimizer=True)
     assert training_memory(workers, num_trained=0, num_frozen=400)["weights"] == 2 * 400 * 1.25
     assert training_memory(workers, num_trained=1000)["optimizer"] == 0
+    # While gradients accumulate, ZeRO 1 holds all of them.
+    workers = WorkersSection(num_workers=4, zero_stage=1)
+    assert training_memory(workers, num_trained=1000, accumulates=True)["gradients"] == 8000
     # On a GPU the two buckets of ZeRO 2 have their size of 500 million numbers however small the model is.
     workers = WorkersSection(num_workers=4, use_gpu=True, zero_stage=2)
     assert training_memory(workers, num_trained=1000)["gradients"] == pytest.approx(4e9, rel=1e-5)

@@ -70,7 +70,7 @@ def group_error(**workers: Exception) -> WorkerGroupError:
 
 
 PEER = RuntimeError("Connection closed by peer [192.0.2.2]:1234\nand more")
-TASK = RayTaskError("read", "Traceback\n…", FileNotFoundError("no 'train-0.arrow'"))
+TASK = RayTaskError("read", "Traceback\n…", FileNotFoundError("no 'train-0.arrow'")).as_instanceof_cause()
 
 
 @pytest.mark.parametrize(

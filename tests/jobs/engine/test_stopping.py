@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -50,6 +51,15 @@ def test_sigterm(
     assert after is signal.default_int_handler
     assert found == expected
     assert capsys.readouterr().out.count("received SIGTERM: saving the current step") == (grace_seconds > 0)
+
+
+def test_another_thread_leaves_signals_alone() -> None:
+    def handler() -> object:
+        with stopping_softly(print, 1.0):
+            return signal.getsignal(signal.SIGTERM)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(handler).result() is signal.getsignal(signal.SIGTERM)
 
 
 def test_a_run_that_makes_no_step_is_described_after_a_minute_and_then_less_and_less_often() -> None:

@@ -66,13 +66,15 @@ def test_a_directory_has_one_run_however_often_it_is_opened(mlflow_uri: str, tmp
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "file.txt").write_text("x")
     finish_run(first, status="FAILED", artifacts=tmp_path / "report", metrics={"verdict/x": 1.0}, note="**y**")
-    assert open_for(mlflow_uri, "/runs/a") == first
+    for job in ("one", "two", "one"):
+        assert open_for(mlflow_uri, "/runs/a", ray_job_id=job) == first
     assert open_for(mlflow_uri, "/runs/b") != first
     assert open_for(mlflow_uri, "/runs/a", configuration_hash="def") != first  # the directory was deleted
     run = MlflowClient(mlflow_uri).get_run(first.run_id)
     assert run.info.status == "RUNNING"
     assert run.data.params == {"rho": "3.0"}
     assert run.data.tags["configuration_hash"] == "abc"
+    assert run.data.tags["ray_job_id"] == "one, two"
     assert run.data.tags["mlflow.note.content"] == "**y**"
     assert run.data.tags["mlflow.user"]
     assert len(run.data.tags["git.revision"]) == 40
@@ -91,6 +93,8 @@ def test_what_an_error_or_ctrl_c_ends_is_not_left_running(
     other = open_for(mlflow_uri, str(tmp_path / "another's"))
     with pytest.raises(error), mark_if_ended(None), mark_if_ended(parent):
         raise error
+    with pytest.raises(OSError, match="lost"), mark_if_ended(going):
+        raise OSError("Ray has lost an actor, which it has taken away")
     client = MlflowClient(mlflow_uri)
     found = [client.get_run(run.run_id).info.status for run in (parent, going, done, other)]
     assert found == [status, status, "FINISHED", "RUNNING"]

@@ -187,6 +187,22 @@ def test_a_run_that_tune_has_ended_gets_the_outcome_of_its_newest_checkpoint(con
     assert find_outcome(stopped) == outcome
 
 
+def test_a_trial_waits_for_mlflow(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Any] = [ConnectionError("MLflow does not answer")] * 2 + ["a plan"]
+
+    def make_plan(config: Any) -> Any:
+        if isinstance(answer := answers.pop(0), Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(trials, "make_plan", make_plan)
+    assert trials.make_plan_in_outage(config.base, seconds_between=0.0) == "a plan"
+    monkeypatch.setattr(trials, "_SECONDS_OF_OUTAGE", -1.0)
+    answers.append(ConnectionError("MLflow does not answer"))
+    with pytest.raises(ConnectionError, match="does not answer"):
+        trials.make_plan_in_outage(config.base, seconds_between=0.0)
+
+
 def test_a_trial_that_fails_beside_others_is_listed_as_failed(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its checkpoints and notes of progress are those of the group."""
     group = [trials.Trial(config=config.trial(point)) for point in next(config.start())[:2]]

@@ -180,7 +180,15 @@ def test_a_ray_job_has_the_cluster_of_an_overlay(tmp_path: Path, capsys: pytest.
     assert submit.main(["rayjob", "--cluster", str(file), "--name", "mine", "--", "train_lm", "gpt2-scratch"]) == 0
     job = yaml.safe_load(capsys.readouterr().out)
     assert job["metadata"] == expected["metadata"] | {"name": "mine"}
-    assert job["spec"]["rayClusterSpec"] == expected["spec"]["rayClusterSpec"] | {"day": "2026-11-30"}
+    cluster = job["spec"]["rayClusterSpec"]
+    assert cluster == expected["spec"]["rayClusterSpec"] | {"day": "2026-11-30"}
+    assert cluster["rayVersion"] == version("ray")
+    readers, *_ = cluster["workerGroupSpecs"]
+    assert json.loads(json.loads(readers["rayStartParams"]["resources"])) == {"reader": 1}
+    pods = {group["groupName"]: group["template"]["spec"] for group in cluster["workerGroupSpecs"]}
+    assert pods["trainers-spot"].pop("nodeSelector") == {"karpenter.sh/capacity-type": "spot"}
+    pods["trainers-spot"]["tolerations"].pop()
+    assert pods["trainers-spot"] == pods["trainers"]
     for text, name, message in (
         ("", "Mine", "name = 'Mine' must consist of"),
         ("kind: Service", "mine", "must hold one object of kind RayCluster, not 0"),
