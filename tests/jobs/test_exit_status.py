@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 
 from jobs.engine import revision
-from jobs.engine.command_line import job_of, with_hint
+from jobs.engine.command_line import job_of, run_job, with_hint
 from jobs.engine.revision import checkout_revision, revision_tags
 from jobs.studies.sweeps import presets as sweeps
 from jobs.tasks.presets import classifiers, clip, images, language_models, sentences
+from pipelines.local_copy import check_source
 
 ROOT = Path(__file__).parents[2]
 JOBS = sorted(path.stem for path in (ROOT / "jobs").glob("*.py") if "run_job(main)" in path.read_text())
@@ -135,6 +136,13 @@ def test_a_submitted_job_keeps_nothing_in_the_directory_that_ray_deletes(
     assert missing in refusal(*words)
 
 
+def test_the_status_is_that_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["job", "three", "words", "here"])
+    with pytest.raises(SystemExit) as ended:
+        run_job(len)
+    assert ended.value.code == 3
+
+
 def start_job(body: str, **environment: str) -> subprocess.Popen[str]:
     code = "import sys, time; from jobs.engine.command_line import run_job; sys.argv[1:] = []\n"
     code += f"def main(arguments):\n    {body}\n    return 0\nrun_job(main)"
@@ -188,6 +196,16 @@ load({{"matplotlib", "mlflow", "jobs.engine.launch"}}, "jobs.engine.loop", *{par
     lines = [line for line in shown.splitlines() if line.startswith("jobs.")]
     assert len(lines) == len(commands) + 1 + len(parts)
     assert [line for line in lines if " " in line] == []
+
+
+def test_a_missing_path_that_looks_like_a_name_on_the_hub_is_called_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
+    for source in ("./model", "here/model"):
+        with pytest.raises(ValueError, match=f"^'{source}' is missing: there is no such file or directory$"):
+            check_source(source)
 
 
 def test_a_hub_without_a_network_is_given_up_at_once_and_what_is_in_its_cache_is_used(tmp_path: Path) -> None:

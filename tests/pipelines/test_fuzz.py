@@ -139,7 +139,7 @@ def mutated(data: bytes, rng: np.random.Generator) -> bytes:
         start = int(rng.integers(len(data) + 1))
         stop = start + int(rng.choice([1, 8, 512, max(len(data) // 3, 1)]))
         noise = rng.choice([rng.bytes(8), b"\0" * 8, b"\xff" * 8, b"9" * 64, b'{"[' * 9, rng.bytes(512)])
-        match rng.integers(7):
+        match rng.integers(8):
             case 0:
                 data = data[:start] + noise + data[start + len(noise) :]
             case 1:
@@ -156,7 +156,20 @@ def mutated(data: bytes, rng: np.random.Generator) -> bytes:
             case 6:
                 other = CASES[rng.integers(len(CASES))][1]
                 data = other[: stop - start] + data[stop - start :]
+            case 7:
+                data = with_changed_header(data, start // 512 * 512, rng)
     return data
+
+
+def with_changed_header(data: bytes, at: int, rng: np.random.Generator) -> bytes:
+    """Give a block of a tar another type and size, and the correct checksum of a header."""
+    block = bytearray(data[at : at + 512].ljust(512, b"\0"))
+    block[156] = rng.choice(list(b"0\0LKxgS12567XV"))
+    sizes = [b"%011o\0" % 600, b"%011o\0" % (2**33 - 1), b"\xff" * 12, b"\x80" + b"\0" * 3 + b"\x7f" * 8]
+    block[124:136] = sizes[rng.integers(len(sizes))]
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return data[:at] + bytes(block) + data[at + 512 :]
 
 
 def run_cases(directory: Path, first: int, end: int) -> None:

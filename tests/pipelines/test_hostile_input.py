@@ -136,6 +136,10 @@ def test_a_size_that_is_no_number_is_damage(size: str) -> None:
     data = member("h", b"%d" % length + record, tarfile.XHDTYPE) + member("1.jsonl", b'"one"') + b"\0" * 1024
     with pytest.raises(tarfile.ReadError, match="is not a number"):
         list(tar_members(io.BytesIO(data)))
+    info = tarfile.TarInfo("1.jsonl")
+    info.size = -1
+    with pytest.raises(tarfile.ReadError, match="a size of -1 bytes"):
+        list(tar_members(io.BytesIO(info.tobuf(tarfile.GNU_FORMAT))))
 
 
 @pytest.mark.parametrize("size", [2**62, 2**63, 2**80])

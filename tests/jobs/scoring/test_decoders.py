@@ -235,6 +235,20 @@ def test_figures_of_prompts_with_a_verifier() -> None:
     assert {name: found[name]["mean"] for name in expected} == pytest.approx(expected)
 
 
+def test_answers_of_gsm8k_are_graded(
+    settings: BenchSettings, comparison: Comparison, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, grade: Any, **__: Any) -> None:
+        raise InterruptedError(grade)
+
+    monkeypatch.setattr("jobs.scoring.decoders.bench.measure_prompts", refuse)
+    answers = iter([([(ONE, ConstantTemperature(1.0))], comparison), [[SampledText("2", [1], 1, -1.0)]]])
+    asked = replace(settings, config=replace(settings.config, format="gsm8k", prompts="q.jsonl"))
+    with pytest.raises(InterruptedError) as caught:
+        run_bench(asked, lambda units: [next(answers)])
+    assert caught.value.args == (FORMATS["gsm8k"].grade,)
+
+
 def test_prompts_are_beginnings_of_documents_of_their_own_half(gpt2: Path, text: Path) -> None:
     settings = resolve_settings(config(gpt2, text, prompt_tokens=20, max_documents=9))[0]
     longer = [len(ids) > 20 for ids in settings.documents]

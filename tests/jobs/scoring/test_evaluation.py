@@ -85,6 +85,8 @@ def test_chunks_of_tokens_change_nothing(brute: BruteForce, monkeypatch: pytest.
 def test_lambada_scores_as_by_brute_force_and_greedy_answers_are_counted(brute: BruteForce, tmp_path: Path) -> None:
     pairs = read_lambada(write_lines(tmp_path / "lambada.jsonl", LAMBADA), 0)
     assert pairs[2:4] == [("judge my vow , sphinx of black", "quartz"), ("", "wizards")]
+    (tmp_path / "more.jsonl").write_text('\ufeff{"text": "a \u2028 b"}\n')  # A line ends at a line feed only.
+    assert read_lambada(str(tmp_path / "more.jsonl"), 0) == [("a", "b")]
     windows, rows = [], []
     for context, word in pairs:
         windows.append(pair_window(brute.tokenizer, context, f" {word}", max_length=MAX_LENGTH, document_start=True))

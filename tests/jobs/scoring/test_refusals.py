@@ -206,6 +206,7 @@ REFUSED = {
         "--models a a/": "models names 'a' twice",
         '--data ""': "nothing to evaluate on",
         "--num-folds 1": "num_folds = 1 must be at least 2",
+        "--max-bad-share 2": "max_bad_share = 2 must lie in [0, 1]",
         "--tasks STS": "tasks: 'STS' is unknown: choose one of MR",
         "--tasks MR --similarity MR=f": "tasks and similarity name 'MR' twice",
     },

@@ -81,6 +81,10 @@ def test_seeds_and_numbers_of_steps_are_axes_too() -> None:
     assert [run.name for run in trials] == ["seed3-num_steps40", "seed20240102-num_steps40"]
     assert [(run.seed, run.num_steps) for run in trials] == [(3, 40), (20240102, 40)]
     assert all(isinstance(value, int) for run in trials for value in (run.seed, run.num_steps))
+    for search in ("random", "band"):
+        config = sweep(search=search, axes=("temperature.hidden-size=32,257",))
+        sizes = [config.trial(point).temperature.hidden_size for point in next(config.start())]
+        assert all(isinstance(size, int) and 32 <= size <= 257 for size in sizes)
 
 
 def test_a_scheduler_needs_no_learned_temperature_and_leaves_the_hash_of_a_sweep_as_it_is() -> None:
@@ -105,6 +109,7 @@ def make_rows(*scores: tuple[float, float] | None) -> list[Row]:
         ({}, True),
         ({"axes": ("temperature.rho=2,3", "optimizer.learning-rate-tempnet=1e-3,3e-3")}, True),
         ({"axes": ("run.seed=0,1",)}, False),  # another order of the data
+        ({"axes": ("optimizer.batch-size=16,32",)}, False),  # other batches
         ({"axes": ("temperature.rho=2",)}, False),  # one network
         ({"scheduler": "asha"}, False),
         ({"search": "optuna"}, False),

@@ -53,6 +53,9 @@ def test_a_trial_is_cut_short_when_its_temperature_has_settled(taus: list[float]
     reasons = {one.step: why for one in course if (why := RULE.reason_to_stop([one]))}
     assert min(reasons, default=0) == step
     assert reason in reasons.get(step, "")
+    assert (
+        RULE.reason_to_stop([Validation(step=600, scores={"mean_recall": 0.5})]) == ""
+    )  # a loss without a temperature
 
 
 def test_halving_looks_only_at_the_rung() -> None:

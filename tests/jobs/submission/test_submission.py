@@ -134,6 +134,13 @@ def test_a_job_is_followed_on_after_its_log_has_broken_off(error: Exception, mon
     )
     monkeypatch.setattr(submitter, "_connect", lambda wait: client)
     assert submitter._follow() == 0
+    # The log of a job that takes its place after a loss is printed from its first line.
+    client.list_jobs = lambda: [
+        JobDetails(type="SUBMISSION", entrypoint="python -m jobs.train_lm gpt2-scratch", submission_id="mine-2",
+                   status="RUNNING", metadata={"name": "mine"})
+    ]  # fmt: skip
+    submitter._submit(client)
+    assert submitter._num_printed == 0
 
 
 def test_a_cluster_that_is_not_there_is_named(

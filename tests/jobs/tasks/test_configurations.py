@@ -55,6 +55,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "--run.num-steps 0": "run.num_steps = 0 must be positive",
         "--run.name a/b": "run.name = 'a/b' must be a plain file name",
         f"--run.name {256 * 'x'}": "must be a plain file name of at most 200 bytes",
+        "--data.tokenizer wordpiece": "no end-of-text token",
         "--run.seed -1": "run.seed = -1 must not be negative",
         "--optimizer.batch-size 15": "optimizer.batch_size = 15 is not divisible by workers.num_workers = 2",
         "--optimizer.micro-batch-size 3": "not divisible by optimizer.micro_batch_size = 3",
@@ -154,7 +155,6 @@ REFUSED: dict[str, dict[str, str]] = {
         "--validation.regularisation 0": "validation.regularisation = 0.0 must be positive",
         "--temperature.loss cyclip": "temperature.loss = 'cyclip' is for images with captions",
         "--workers.activation-checkpointing": "workers.activation_checkpointing = True is for text models",
-        "--optimizer.micro-batch-size 4": "a contrastive loss compares all samples of the batch",
         "--model.path wordpiece": "wordpiece",
     },
     SENTENCES: {

@@ -46,6 +46,7 @@ def test_cells_that_are_compared_have_the_same_folds_and_the_same_start(config: 
     np.testing.assert_array_equal(train.token_ids, other_train.token_ids)
     np.testing.assert_array_equal(test.labels, other_test.labels)
     assert len(train) + len(test) == 60
+    assert read_fold(with_fields(cells[0], {"run.seed": 5}))[2].token_ids.tolist() != test.token_ids.tolist()
 
 
 def test_the_supervised_contrastive_loss_is_a_setting_beside_the_others(config: CrossValidationConfig) -> None:

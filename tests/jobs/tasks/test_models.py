@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -153,12 +154,14 @@ def test_a_checkpoint_leaves_out_a_frozen_weight_under_all_of_its_names(
     assert names == {"tempnet.transform.0.weight", "tempnet.projection"}
 
 
-@pytest.mark.parametrize(("loss", "expected"), [("clip", 0.07), ("temperature_free", None)])
+@pytest.mark.parametrize(("loss", "expected"), [("clip", 0.05), ("clip_fixed", 0.07), ("temperature_free", None)])
 def test_an_export_of_a_dual_encoder_holds_the_constant_temperature_of_its_loss(
     loss: str, expected: float | None, tmp_path: Path
 ) -> None:
     encoder = DualEncoder.from_pretrained(make_dual_encoder(tmp_path / "start"))
     module = TemperatureDualEncoder(encoder, ContrastiveLoss(ContrastiveLossConfig.for_name(loss)))
+    if module.loss.learned is not None:
+        module.loss.learned.log_tau.data.fill_(math.log(0.05))
     export_encoder(encoder, module.loss, make_tokenizer(), str(tmp_path / "export"))
     DualEncoder.from_pretrained(tmp_path / "export")
     found = load_training_temperature(tmp_path / "export")

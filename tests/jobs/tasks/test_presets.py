@@ -169,7 +169,3 @@ def test_a_contrastive_preset_is_consistent_and_its_rho_feasible(name: str) -> N
 
 def test_the_contrastive_presets_cover_every_loss() -> None:
     assert {preset().temperature.loss for preset in clip.PRESETS.values()} | {"clip_fixed"} == set(LOSS_KINDS)
-
-
-def test_the_grid_of_classifiers_is_the_papers() -> None:
-    assert len(PRESETS["triple-entropy-grid"]().grid.settings) == 1 + 4 * 5 * 7 * 7 * 5

@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scipy.stats import spearmanr
+from sklearn.linear_model import LogisticRegression
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from jobs.tasks.dual_encoder.plan import ClipPlan
 from jobs.tasks.dual_encoder.validation import HeldOut, one_temperature
+from jobs.tasks.image_encoder.task import probe_accuracy
 from jobs.tasks.language_model.report import coloured_page, summary_table
 from jobs.tasks.language_model.validation import validate
 from jobs.tasks.sentence_encoder.task import SpanStatistics
@@ -159,6 +161,16 @@ def test_the_means_of_a_sentence_encoders_step_are_those_of_all_ranks() -> None:
     assert summary("clip", [None, None], 2.5).keys() == {"share_crowded", "mlm_loss"}
     free = summary("temperature_free", [torch.ones(2, 2), torch.ones(2, 2)], None)
     assert free == {"share_crowded": pytest.approx(1 / 8)}
+
+
+@pytest.mark.parametrize("strength", [0.01, 1.0])
+def test_the_linear_probe_is_a_logistic_regression_on_standardised_features(strength: float) -> None:
+    rng, labels = np.random.default_rng(0), np.arange(300) % 3
+    features = 5 + (rng.normal(size=(300, 4)) + np.eye(4)[labels]) * [1.0, 10.0, 0.1, 1.0]
+    scaled = (features - features[:200].mean(0)) / features[:200].std(0)
+    expected = LogisticRegression(C=strength).fit(scaled[:200], labels[:200]).score(scaled[200:], labels[200:])
+    parts = (features[:200], labels[:200], features[200:], labels[200:])
+    assert probe_accuracy(*parts, regularisation=strength) == expected
 
 
 def spans(page: str) -> list[tuple[str, ...]]:

@@ -16,6 +16,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 from image_archive_support import Members, jpeg, read
+from PIL import Image
 from text_archive_support import tar
 
 from pipelines.images.archives import (
@@ -25,6 +26,7 @@ from pipelines.images.archives import (
     list_image_archives,
     read_samples,
 )
+from pipelines.images.decoding import check_image
 from pipelines.problems import Problem, ProblemKind
 
 JPEG = jpeg()
@@ -249,3 +251,14 @@ def test_nothing_is_lost_in_silence_in_any_order(
     num_lost = sum(problem.count * (2 if problem.kind == "image_and_caption_apart" else 1) for problem in problems)
     is_empty = any(problem.kind == "empty_archive" for problem in problems)
     assert 2 * found.total() + num_lost - is_empty + left_out.total() == len(members)
+
+
+def test_members_of_every_image_format_are_read(tmp_path: Path) -> None:
+    members: Members = ()
+    for suffix in ("gif", "bmp", "webp", "png", "tif", "tiff", "TIF"):
+        buffer = io.BytesIO()
+        Image.new("RGB", (4, 4)).save(buffer, "TIFF" if "tif" in suffix.lower() else suffix)
+        check_image(buffer.getvalue())
+        members = (*members, (f"{suffix}.{suffix}", buffer.getvalue()), (f"{suffix}.txt", b"red"))
+    found, problems, left_out = read_all(tmp_path / "a.tar", members)
+    assert (found.total(), problems, left_out.total()) == (7, [], 0)

@@ -69,6 +69,8 @@ def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded_and_what_is_no_ima
     assert time.monotonic() - started < 1
     with pytest.raises(ImageError, match=r"no JPEG, PNG, .* it begins with b'<html>"):
         check_image(b"<html>not found")
+    with pytest.raises(ImageError, match=r"4000 × 4000 pixels; the limit is 15999999"):
+        check_image(data, 4000 * 4000 - 1)
 
 
 # ---- modes -----------------------------------------------------------------------------------------------------------

@@ -32,45 +32,6 @@ def prose(root: Path, name: str, content: str) -> list[str]:
     return [paragraph for paragraph in document.text.split("\n\n") if not paragraph.startswith("The tide")]
 
 
-def test_docstrings_are_found_and_other_strings_are_not(tmp_path: Path) -> None:
-    code = f'''# a comment
-"""{LONG}
-{LONG}
-"""
-TEMPLATE = """This is a template and not the documentation of it."""
-run("a", """
-This is an argument and not the documentation of it.""",
-    b"""This is an argument and not the documentation of it.""")
-
-class Boat(Base[int]):
-    """A boat that is tied
-    to the quay."""
-
-    def sail(self,
-             to: str) -> None:  # noqa
-        r\'\'\'Sail to the harbour
-        that is named.
-
-        >>> boat.sail("the end of the world and of the sea")
-        This is what is printed by the call of it.
-
-        And so it is done.
-        \'\'\'
-        return """This is a value and not the documentation of it."""
-    speed: float = 3.0
-    """The speed of the boat over the ground."""
-    def f(self):
-        f"""This is formatted and not the documentation of it."""
-'''
-    found = prose(tmp_path, "boat.py", code)
-    assert found == [
-        "A boat that is tied to the quay.",
-        "Sail to the harbour that is named.",
-        "And so it is done.",
-        "The speed of the boat over the ground.",
-    ]
-
-
 MARKUP = {
     "heading and wrapped lines": (
         "The name of the ship\n====\n\nIt was one\nof the last.",
@@ -92,10 +53,6 @@ MARKUP = {
         ".. note::\n    This is a note to the reader.",
         ["This is how it is done:", "And this is after it.", "This is a note to the reader."],
     ),
-    "tables": ("+---+\n| it is in the table |\n+===+\n\n| this | is in | the | other |\n\nIt is not in the table.",
-               ["It is not in the table."]),
-    "lists": ("- the first of them\n  goes on here\n- the second of them\n1. and it is a third",
-              ["the first of them goes on here", "the second of them", "and it is a third"]),
     "not prose": (
         "x = f(y) + g(z) - the[of] * 3.14159 / (a - b)\n\nBoats, ships, harbours, quays, sails, masts, oars, ropes.\n\n"
         "Der Hund ist in dem Garten und schläft.\n\nIt is this that is kept of it.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pyarrow as pa
@@ -98,6 +98,16 @@ def test_large_vocabularies_keep_their_token_ids() -> None:
     arrays = layout.unpack(pa.Table.from_batches(list(layout.rows([ids]))))
     assert arrays["targets"][0].tolist() == [65_535, 65_536, 128_000, EOS]
     assert config(4, vocab_size=65_536).schema.field("tokens").type.value_type == pa.uint16()
+
+
+def test_a_fifth_of_the_documents_is_held_out_and_the_others_are_the_rest() -> None:
+    documents, kept = [np.array([token]) for token in range(2, 500)], []
+    for name in ("held_out", "others"):
+        layout = replace(config(2, vocab_size=500), documents=name)
+        kept.append(set(layout.unpack(pa.Table.from_batches(list(layout.rows(documents))))["targets"][:, 0].tolist()))
+    assert sorted([*kept[0], *kept[1]]) == [*range(2, 500)]
+    assert 70 < len(kept[0]) < 130
+    assert layout.describe(2, 9) == "four fifths in 2 blocks of 2"
 
 
 def test_no_documents_make_no_blocks() -> None:

@@ -37,6 +37,7 @@ from tempnet.decoders.rules import (
     EntropyRange,
     EntropyTemperature,
     Mirostat,
+    PredictedTemperature,
     Rule,
     Shuffled,
     TopNSigma,
@@ -130,6 +131,14 @@ def test_a_text_is_scored_as_it_would_be_decoded() -> None:
             rows.append(rule.log_probabilities(row, None, state))
             state = rule.advance(state, rows[-1], token)
         torch.testing.assert_close(teacher_forced(rule, logits, tokens, seed=5), torch.cat(rows))
+
+
+def test_a_predicted_temperature_is_scaled() -> None:
+    def network(logits: Tensor, hidden: Tensor | None) -> Tensor:
+        return torch.full(logits.shape[:-1], 0.5)
+
+    found = PredictedTemperature(network, "ours", scale=3.0).log_probabilities(some_logits())
+    torch.testing.assert_close(found, (some_logits() / 1.5).log_softmax(-1))
 
 
 def test_shuffled_predictions_have_the_distribution_of_the_pool_and_ignore_the_context() -> None:
