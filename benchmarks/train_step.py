@@ -145,10 +145,10 @@ def measure_forms(
         if "compiled" in kinds:
             compile_blocks(module.base)
         num_base = sum(weights.numel() for weights in module.base.parameters())
-        batch = ids, positions, targets = tuple(tensor.to(device) for tensor in batch)
-        steps[name] = make_step(name, module, batch)
+        on_device = [tensor.to(device) for tensor in batch]
+        steps[name] = make_step(name, module, on_device)
         with torch.no_grad():
-            losses[name] = float(module(ids, positions, targets)["loss"])
+            losses[name] = float(module(*on_device)["loss"])
     seconds = time_in_turn(steps, arguments.num_rounds)
     rows = []
     for name, values in seconds.items():
