@@ -129,7 +129,8 @@ def resolve_directory(field: str, place: str) -> str:
     if not path.is_absolute() and "runtime_resources" in Path.cwd().parts:
         raise ValueError(
             f"{field} = {place!r} is relative to the uploaded working directory of this Ray job, which is deleted with "
-            "the Ray session: give an absolute path or a URI that all nodes share, or set TEMPNET_HOME"
+            "the Ray session: give an absolute path or a URI that all nodes share"
+            + (", or set TEMPNET_HOME" if field == "run.storage" else "")
         )
     return str(path.resolve())
 
