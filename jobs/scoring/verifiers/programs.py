@@ -194,6 +194,10 @@ def kill_session(process: subprocess.Popen[bytes]) -> None:
     if process.returncode is None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
+        for number in psutil.pids():  # those in groups of their own, such as `timeout` makes
+            with suppress(ProcessLookupError, PermissionError):
+                if os.getsid(number) == process.pid:
+                    os.kill(number, signal.SIGKILL)
         process.wait()
 
 
