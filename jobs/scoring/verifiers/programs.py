@@ -238,7 +238,7 @@ def _describe(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_FENCED = re.compile(r"```(?:python3?|py)?[ \t\r]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 # Namespaces of users, files, network, System V memory, names and processes; without rights, as the same user.
 _UNSHARE = (
     "unshare", "--user", "--map-root-user", "--mount", "--net", "--ipc", "--uts", "--pid", "--fork", "--kill-child",

@@ -178,6 +178,7 @@ def test_code_passes_if_the_end_of_its_tests_is_reached() -> None:
         CODE,
         f"Here it is:\n```python\n{CODE}```\nThat is all.",
         f"```\nnonsense here\n```\nrather:\n```py\n{CODE}```",
+        f"```Python3\r\n{CODE}```\nThat is all.",
         CODE.replace("2 * x", "x"),
         "def double(:",
         f"{CODE}\nimport sys; sys.exit(0)",
@@ -187,7 +188,7 @@ def test_code_passes_if_the_end_of_its_tests_is_reached() -> None:
         "import builtins\nall = any = lambda _: True\nbuiltins.AssertionError = OSError\ndouble = all",
         "import atexit, os, gc\natexit.register(os._exit, 0)\nfor one in gc.get_objects(): print(one)",
     ]
-    assert judge("unit-tests", *texts, num_at_a_time=2, tests=TESTS).rewards == [1.0, 1.0, 1.0, *[0.0] * 8]
+    assert judge("unit-tests", *texts, num_at_a_time=2, tests=TESTS).rewards == [*[1.0] * 4, *[0.0] * 8]
 
 
 # An answer to the question for names, and to every other one: what would be run if the tests called what they read.
