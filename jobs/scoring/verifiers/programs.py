@@ -38,7 +38,8 @@ from jobs.scoring.verifiers.verifier import Sample, Verifier, VerifierError, Ver
 
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """A function by its name, MODULE:FUNCTION."""
-_MAX_OUTPUT = 4096  # characters that are read: what a broken command prints may be endless
+# What a broken command prints may be endless: the bytes of it that are read, and about as many end the command.
+_MAX_READ, _MAX_OUTPUT = 4096, 64 << 20
 _FIRST_WAIT, _LONGEST_WAIT, _SECONDS_BETWEEN_QUESTIONS = 0.001, 0.02, 0.1
 _SECONDS_TO_START = 120.0  # the module of a function may load large packages
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -79,14 +80,16 @@ class CommandVerifier(Verifier):
             except OSError as error:
                 raise VerifierError("died", f"{name} cannot be started: {error}") from error
             try:
-                in_time = wait_for_end(process, self._seconds)
+                in_time = wait_for_end(process, self._seconds, lambda: os.fstat(target.fileno()).st_size <= _MAX_OUTPUT)
             finally:
                 kill_session(process)
             size = target.seek(0, os.SEEK_END)
-            target.seek(max(0, size - _MAX_OUTPUT))
+            target.seek(max(0, size - _MAX_READ))
             answer = target.read().decode(errors="replace").strip().rpartition("\n")[2].strip()
         if not in_time:
-            raise VerifierError("timed_out", f"{name} gave no answer within {self._seconds:g} s")
+            raise VerifierError(
+                "timed_out", f"{name} gave no answer within {self._seconds:g} s and {_MAX_OUTPUT >> 20} MiB"
+            )
         if (status := process.returncode) < 0:
             raise VerifierError("died", f"{name} was ended by signal {-status}")
         if status > 1 or (status == 1 and answer):

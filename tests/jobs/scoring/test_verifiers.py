@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,12 @@ def test_what_a_command_has_started_ends_with_it(tmp_path: Path) -> None:
     assert judge(script(tmp_path, body), "text", limits={"seconds": 1.5}).failures == {"timed_out": 1}
     children = (tmp_path / "children").read_text().split()
     wait_for(lambda: not any(is_running(int(child)) for child in children))
+
+
+def test_a_command_that_prints_without_end_is_ended_early() -> None:
+    started = time.monotonic()
+    assert judge("yes", "text", limits={"seconds": 60.0}).failures == {"timed_out": 1}
+    assert time.monotonic() - started < 30
 
 
 CODE = "def double(x):\n    return 2 * x\n"
