@@ -115,7 +115,6 @@ class TextMeasurement(TextSettings):
     def command(self, test: HeadroomTest, question: Question) -> str:
         """Returns the command that trains a TempNet for what the test has found, on four fifths of the text."""
         settings = self.config
-        is_fp32 = settings.precision == "fp32"
         options = {
             "run.name": f"{model_labels([settings.model])[0]}-tempnet",
             "model.path": settings.model,
@@ -125,7 +124,7 @@ class TextMeasurement(TextSettings):
             "data.end-of-document": "target" if question.with_end else "ignored",
             "temperature.loss": "proper",
             "temperature.tau-max": f"{test.wanted_tau_max:g}",
-            "workers.precision": "fp32" if is_fp32 else "bf16",
+            "workers.precision": "fp32" if settings.precision == "fp32" else "bf16",
         }
         if settings.text_field != "text":
             options["data.text-field"] = settings.text_field
@@ -168,6 +167,10 @@ class Measurer(TokenReader):
             for values in token_arrays(part.table["token_ids"])
         ]
         tokens = self.measure(ids)
+        if bad := int((~tokens.maximum.isfinite()).sum()):
+            raise ValueError(
+                f"model = {self._settings.config.model!r}: the logits of {bad} of {len(tokens.maximum)} tokens are not finite"
+            )
         documents = np.repeat(np.arange(len(ids)), [len(values) for values in ids])
         table = measured_table(tokens, documents, num_documents=len(ids), is_end=np.concatenate(ids) == self._end)
         return Finished(files={part.file: to_parquet(table)}, num_cases=table.num_rows)

@@ -86,6 +86,16 @@ def test_the_verdict_says_what_the_interval_says() -> None:
     assert verdict(test, asked, "hidden", least_gain=1e4).startswith("not worth it: ")
 
 
+def test_logits_that_are_not_finite_are_refused_where_they_are_measured(
+    model: Path, text: Path, tmp_path: Path
+) -> None:
+    measure = measurer(model, text)
+    next(measure._base.parameters()).data[:] = torch.nan
+    part = next(iter(read_parts(measure._settings, 0, str(tmp_path))))
+    with pytest.raises(ValueError, match=r"the logits of \d+ of \d+ tokens are not finite"):
+        measure(part)
+
+
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("with_end", [True, False])
 def test_a_runs_validation_has_the_numbers_of_the_headroom_test(model: Path, tmp_path: Path, *, with_end: bool) -> None:
