@@ -48,6 +48,8 @@ class RecordFile:
         for number, line in enumerate(whole.decode(errors="replace").split("\n")[:-1], 1):
             self._take(line, number, settings)
         if len(whole) < len(content):
+            if not exists(self.settings_path):
+                raise ValueError(f"{path} holds something else than records of this job: give another output")
             write_bytes(path, whole)
         # How many of the records a URI holds, and since when.
         self._num_saved, self._saved_at = len(self.records), time.monotonic()

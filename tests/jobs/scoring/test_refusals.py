@@ -83,6 +83,7 @@ REFUSED = {
         "--tempnet /nowhere": "/nowhere is missing: it is neither a directory, nor a file",
         "--model chat --temperature tempnet": "holds no TempNet",
         "--output a.txt": "line 1 is no record of this job",
+        "--output instructions.json": "instructions.json holds something else than records of this job",
         "--output a.txt --format alpaca-eval --prompts instructions.json": "this job did not write it",
         "--model adapter": "adapter holds an adapter and no model: merge it",
         "--model awq": "awq holds weights quantised by awq: install what it needs, or",
