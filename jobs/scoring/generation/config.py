@@ -132,7 +132,10 @@ class GenerateConfig(LocalModel):
                 raise ValueError(
                     f"beside = {text}: it takes positive numbers and greedy, each once, and not temperature"
                 )
-        _ = self.others()  # raises ValueError for what is no temperature
+        try:
+            self.others()
+        except ValueError as error:
+            raise ValueError(f"beside: {error}") from None
         if self.beside and self.html and "greedy" in self.beside:
             raise ValueError("html colours tokens by their τ, and greedy has none: leave out one of them")
 

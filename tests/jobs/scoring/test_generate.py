@@ -207,9 +207,9 @@ def test_alpaca_eval(
     alone = [record["text"] for record in read(tmp_path / "alone.json.records.jsonl")]
     assert [record["text"] for record in read(tmp_path / "out-0.2.json.records.jsonl")] == alone
     assert GenerateConfig(model="m", prompts="p", output="a.b/c", beside=("0.2",)).others()[0].output == "a.b/c-0.2"
-    for value in ("temperature = 'abc'", "temperature = 0", "temperature = nan", "beside = auto"):
-        with pytest.raises(ValueError, match=value):
-            GenerateConfig(model="m", prompts="p", output="o", beside=(value.split()[-1].strip("'"),))
+    for value in ("abc", "0", "nan", "auto"):
+        with pytest.raises(ValueError, match=rf"^beside.* = '?{value}"):
+            GenerateConfig(model="m", prompts="p", output="o", beside=(value,))
     assert page.read_text().count("τ = 0.2): ") == len(PROMPTS[:3])
     assert "about 'mine', 'mine at 0.2': name it by --generator" in refusal(
         "generate", "--model", gpt2, "--prompts", tmp_path / "in.json", "--output", output, *options[:2], "--judged",
