@@ -141,9 +141,10 @@ class FunctionVerifier(Verifier):
         return [Path(self._file)] if self._file and Path(self._file).is_file() else []
 
     def judge(self, sample: Sample) -> float:
+        line = sample.to_json().encode() + b"\n"
         try:
             self.start()
-            self._socket.sendall(sample.to_json().encode() + b"\n")
+            self._socket.sendall(line)
             answer = self._read(self._seconds)
         except VerifierError:
             self.close()

@@ -86,6 +86,7 @@ def test_a_function_that_fails_costs_its_samples_only(functions: str) -> None:
     assert found.rewards == [1.0, None, 0.5, *[None] * 7, 1.0]
     assert found.failures == {"raised": 1, "timed_out": 1, "died": 1, "not_a_number": 3, "out_of_range": 2}
     assert "ZeroDivisionError" in found.first_failure
+    assert judge(f"{functions}:by_length", "text", answer="half of a character, \ud800").failures == {"raised": 1}
 
 
 def test_the_code_of_a_verifier_is_known_by_its_content(functions: str, tmp_path: Path) -> None:
