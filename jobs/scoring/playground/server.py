@@ -226,9 +226,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Cache-Control", "no-store")
         self.end_headers()
-        # The connection breaks when the page is closed or its reader presses Stop.
+        # The connection breaks when the page is closed or its reader presses Stop, and a page may take nothing any more.
         with (
-            contextlib.suppress(BrokenPipeError, ConnectionResetError),
+            contextlib.suppress(ConnectionError, TimeoutError),
             contextlib.closing(self._events(query)) as events,
         ):
             for event, data in events:
