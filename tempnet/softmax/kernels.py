@@ -54,11 +54,16 @@ class Tile:
     num_stages: int
 
     @classmethod
-    def for_dtype(cls, dtype: torch.dtype) -> Tile:
-        """Return sizes for inputs of this dtype, which fit GPUs of compute capability ≥ 8.0."""
+    def choose(cls, dtype: torch.dtype, capability: tuple[int, int], *, is_plain: bool) -> Tile:
+        """Return sizes for inputs of this dtype on a GPU of this compute capability, which is at least 8.0.
+
+        `is_plain` says that there is neither a bias nor a soft cap, which need registers.
+        """
         if dtype == torch.float32:
             return cls(num_tokens=64, num_vocab=64, num_hidden=32, num_warps=4, num_stages=3)
-        return cls(num_tokens=128, num_vocab=128, num_hidden=64, num_warps=8, num_stages=3)
+        # Capabilities 9.0 to 11 have 227 KiB of shared memory, those before and after them as little as 99.
+        num_vocab = 256 if is_plain and (9, 0) <= capability < (12, 0) else 128
+        return cls(num_tokens=128, num_vocab=num_vocab, num_hidden=64, num_warps=8, num_stages=3)
 
     def launch_options(self, dtype: torch.dtype) -> dict[str, Any]:
         """Return the compile-time arguments that both kernels share, for inputs of this dtype."""
@@ -84,8 +89,12 @@ def is_available(tensor: Tensor) -> bool:
     if tensor.dtype not in _DTYPES or importlib.util.find_spec("triton") is None:
         return False
     if tensor.is_cuda:
-        return torch.version.cuda is not None and torch.cuda.get_device_capability(tensor.device) >= (8, 0)
+        return torch.version.cuda is not None and _capability(tensor) >= (8, 0)
     return tensor.device.type == "cpu" and _is_interpreted()
+
+
+def _capability(tensor: Tensor) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else (8, 0)
 
 
 def _is_interpreted() -> bool:
@@ -143,13 +152,14 @@ def softmax_statistics(
         tau: (N,), positive.
         bias, soft_cap: (V,) and a number, or None (see the docstring of this module).
         with_unit: whether to compute the terms at τ = 1 too, which takes a second exponential per logit.
-        tile: block sizes; by default chosen by dtype.
+        tile: block sizes; by default :meth:`Tile.choose`'s.
     """
     import triton
 
     from tempnet.softmax.triton_kernels import statistics_kernel
 
-    tile = tile or Tile.for_dtype(hidden.dtype)
+    is_plain = bias is None and soft_cap is None
+    tile = tile or Tile.choose(hidden.dtype, _capability(hidden), is_plain=is_plain)
     inputs = _contiguous(hidden, weight, bias, tau)
     num_tokens, vocab_size = len(hidden), len(weight)
     num_row_blocks, num_tiles = triton.cdiv(num_tokens, tile.num_tokens), triton.cdiv(vocab_size, tile.num_vocab)
@@ -204,7 +214,8 @@ def softmax_gradients(
 
     from tempnet.softmax.triton_kernels import logits_gradient_kernel
 
-    tile = tile or Tile.for_dtype(hidden.dtype)
+    is_plain = bias is None and soft_cap is None
+    tile = tile or Tile.choose(hidden.dtype, _capability(hidden), is_plain=is_plain)
     hidden, weight, bias, tau = _contiguous(hidden, weight, bias, tau)
     num_tokens, vocab_size = len(hidden), len(weight)
     row_scale = row_scale.float().where(targets != IGNORE_INDEX, 0.0)

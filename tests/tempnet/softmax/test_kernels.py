@@ -48,9 +48,17 @@ def test_without_triton_or_on_a_cpu_there_are_no_kernels(monkeypatch: pytest.Mon
     assert not runpy.run_path(kernels.__file__)["is_available"](torch.zeros(1))
 
 
+@pytest.mark.parametrize(("capability", "is_plain", "num_vocab", "product", "shared_kib", "stack_bytes"), [
+    ((8, 0), False, 128, "mma.sync", 99, 0),  # the shared memory of capability 8.6 and 8.9
+    ((9, 0), True, 256, "wgmma", 227, 16),
+    ((9, 0), False, 128, "wgmma", 227, 0),
+])  # fmt: skip
 @pytest.mark.parametrize("name", ["statistics_kernel", "logits_gradient_kernel"])
-def test_they_compile_for_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For compute capability 8.0, bfloat16 and all options, they use tensor cores, spill no registers and fit shared memory.
+def test_they_compile_for_a_gpu(
+    name: str, capability: tuple[int, int], is_plain: bool, num_vocab: int, product: str, shared_kib: int, stack_bytes: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """In bfloat16 they use tensor cores, spill hardly any registers, and fit into shared memory.
 
     Triton compiles without a GPU; only the launch needs one.
     """
@@ -62,13 +70,16 @@ def test_they_compile_for_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.M
     from tempnet.softmax import triton_kernels
 
     kernel = getattr(triton_kernels, name)
-    tile = Tile.for_dtype(torch.bfloat16)
+    tile = Tile.choose(torch.bfloat16, capability, is_plain=is_plain)
+    assert tile.num_vocab == num_vocab
     constants = {
         "GROUP": 8, "BLOCK_TOKENS": tile.num_tokens, "BLOCK_VOCAB": tile.num_vocab, "BLOCK_HIDDEN": tile.num_hidden,
         "PRECISION": "ieee", "WIDEN": False,
     }  # fmt: skip
     if name == "statistics_kernel":
         constants["WITH_UNIT"] = True
+    if is_plain:
+        constants |= {"bias": None, "soft_cap": None}
     types = dict.fromkeys(["hidden", "weight", "bias", "gradient"], "*bf16")
     types |= dict.fromkeys(["tau", "partials", "maximum", "log_sum", "row_scale"], "*fp32")
     types |= {"targets": "*i64", "soft_cap": "fp32"}
@@ -82,15 +93,15 @@ def test_they_compile_for_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.M
     }
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, aligned),
-        target=GPUTarget("cuda", 80, 32),
+        target=GPUTarget("cuda", 10 * capability[0] + capability[1], 32),
         options={"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True},
     )
-    assert "mma.sync" in compiled.asm["ptx"]
+    assert product in compiled.asm["ptx"]
     assert "cp.async" in compiled.asm["ptx"]
-    assert compiled.metadata.shared <= 99 << 10  # of capability 8.6 and 8.9
+    assert compiled.metadata.shared <= shared_kib << 10
     binary = tmp_path / "kernel.cubin"
     binary.write_bytes(compiled.asm["cubin"])
     usage = subprocess.run(
         [triton.knobs.nvidia.cuobjdump.path, "-res-usage", binary], capture_output=True, text=True, check=True
     )
-    assert "STACK:0" in usage.stdout, usage.stdout
+    assert int(usage.stdout.partition("STACK:")[2].split()[0]) <= stack_bytes, usage.stdout
