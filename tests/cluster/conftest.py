@@ -13,7 +13,7 @@ import ray
 from readme_support import recipe, run_line
 from s3_support import ObjectStore
 from server_support import Node, free_port, head_with_dashboard, ray_environment, wait_for_ports
-from support import LANGUAGE_MODEL_OPTIONS, outcome_of
+from support import LANGUAGE_MODEL_OPTIONS, outcome_of, wait_for
 
 from jobs.engine.cluster import ensure_token
 
@@ -42,6 +42,9 @@ def ray_head(s3_server: ObjectStore, tmp_path_factory: pytest.TempPathFactory) -
         head = Node(*head_with_dashboard(*ports), num_cpus=4, environment=environment, log=log)
         try:
             wait_for_ports(head.process, *ports)  # the agent comes last, and a head whose agent does not come ends
+            # On a busy machine a head gives up after its ports have opened.
+            wait_for(lambda: head.process.poll() is not None or "Ray runtime started" in log.read_text())  # noqa: B023
+            assert head.process.poll() is None, "it gave up"
             break
         except AssertionError as error:
             head.kill()
