@@ -38,7 +38,7 @@ from jobs.scoring.verifiers.verifier import Sample, Verifier, VerifierError, Ver
 
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """A function by its name, MODULE:FUNCTION."""
-# What a broken command prints may be endless: the bytes of it that are read, and about as many end the command.
+# Of what a command prints, this many bytes at the end are read; a broken one that prints more than the maximum is ended.
 _MAX_READ, _MAX_OUTPUT = 4096, 64 << 20
 _FIRST_WAIT, _LONGEST_WAIT, _SECONDS_BETWEEN_QUESTIONS = 0.001, 0.02, 0.1
 _SECONDS_TO_START = 120.0  # the module of a function may load large packages
